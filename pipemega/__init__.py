@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipemega.pipeline.microbatch_loss import WeightedLoss
     from pipemega.pipeline.model.batch_norm import DeferredBatchNorm
     from pipemega.pipeline.model.module import PipelineModule
-    from pipemega.pipeline.model.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
+    from pipemega.pipeline.model.spec import EXPERT_AXIS, TENSOR_AXIS, LayerSpec, TiedLayerSpec
     from pipemega.pipeline.tracing.from_module import SPLIT
     from pipemega.training import Trainer, pretrain
     from pipemega.training.trained_model import module_state_dict
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 set_defaults()
 
 __all__ = [
+    "EXPERT_AXIS",
     "SPLIT",
     "TENSOR_AXIS",
     "Config",
@@ -62,6 +63,7 @@ __all__ = [
 
 _MODULE_AND_NAME = {
     "SPLIT": ("pipemega.pipeline.tracing.from_module", "SPLIT"),
+    "EXPERT_AXIS": ("pipemega.pipeline.model.spec", "EXPERT_AXIS"),
     "TENSOR_AXIS": ("pipemega.pipeline.model.spec", "TENSOR_AXIS"),
     "Config": ("pipemega.config", "Config"),
     "DeferredBatchNorm": ("pipemega.pipeline.model.batch_norm", "DeferredBatchNorm"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import ConfigError
 from pipemega.random import derive_seed as derive_seed
 
@@ -38,6 +39,9 @@ class Shard:
     Args:
         shape: shape of the logical parameter, without padding.
         dim: the dim that is sharded over the tensor ranks; None if the parameter is replicated.
+        rows: [start, stop) of dim 0 in the logical parameter: the experts of this rank, with
+            `mesh.expert`; None: every data rank has the whole parameter. `dim` is not 0 then.
+        is_stacked: dim 0 counts parameters of experts.
         ranges: [start, stop) along `dim` in the logical parameter, in the local order. A fused
             query-key-value weight has three. The rest of the local tensor is padding.
         partial_gradient: the parameter is replicated, but each tensor rank computes only a part
@@ -50,6 +54,23 @@ class Shard:
     ranges: tuple[tuple[int, int], ...] = ()
     partial_gradient: bool = False
     init_method: InitMethod | None = None
+    rows: tuple[int, int] | None = None
+    is_stacked: bool = False
+
+    @property
+    def dims(self) -> int:
+        """Number of dims of each parameter in a stack: 1 for norms and biases."""
+        return len(self.shape) - self.is_stacked
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the ranks of the axis "expert" have other parts of the parameter."""
+        return self.rows is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each rank has the whole parameter."""
+        return self.dim is None and self.rows is None
 
     @property
     def segments(self) -> tuple[tuple[int, int, int], ...]:
@@ -80,6 +101,7 @@ class Shard:
     def copy_from_full(self, full: Tensor, local: Tensor) -> None:
         """Copy this shard of the logical tensor `full` into `local`; set padding to 0."""
         with torch.no_grad():
+            full = self._own_rows(full)
             if self.dim is None:
                 local.copy_(full)
                 return
@@ -90,11 +112,19 @@ class Shard:
     def copy_to_full(self, local: Tensor, full: Tensor) -> None:
         """Copy `local` without its padding into the logical tensor `full`."""
         with torch.no_grad():
+            full = self._own_rows(full)
             if self.dim is None:
                 full.copy_(local)
                 return
             for start, length, offset in self.segments:
                 full.narrow(self.dim, start, length).copy_(local.narrow(self.dim, offset, length))
+
+    def _own_rows(self, full: Tensor) -> Tensor:
+        """Return the view of a logical tensor with the rows of this rank."""
+        if self.rows is None:
+            return full
+        start, stop = self.rows
+        return full.narrow(0, start, stop - start)
 
 
 def mark_transposed(parameter: nn.Parameter) -> nn.Parameter:
@@ -118,6 +148,11 @@ def shard_of(parameter: Tensor) -> Shard:
     """Return the attached shard; without one, a shard of the whole parameter."""
     shard = getattr(parameter, "_pipemega_shard", None)
     return shard if shard is not None else Shard(tuple(parameter.shape))
+
+
+def replicas_of(parameter: Tensor, mesh: Mesh) -> Axis:
+    """Return the data ranks that have the same part of the parameter as this rank."""
+    return mesh.replica if shard_of(parameter).is_expert else mesh.data
 
 
 def keep_fp32_in(parameter: nn.Parameter, dtypes: Collection[torch.dtype]) -> nn.Parameter:
@@ -213,26 +248,30 @@ def _initialize(
     local = parameter.data.view(1) if not shard.shape else parameter.data
     if shard.dim == 0:
         local.zero_()
+    # The rows of a block that this rank has, which may be cut along another dim.
+    of_rows = replace(shard, rows=None, dim=shard.dim or None)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         rows_here = _rows_within(shard, start, stop)
-        if shard.dim == 0 and not rows_here:
+        if not rows_here:
             continue
         generator = torch.Generator().manual_seed(derive_seed(seed, name, start // step))
         # Always on the CPU and in the dtype of the parameter, so that devices do not differ.
         block = torch.empty(stop - start, *rest, dtype=parameter.dtype)
         init_method(block, generator)
-        if shard.dim == 0:
-            for low, length, offset in rows_here:
-                local.narrow(0, offset, length).copy_(block.narrow(0, low, length))
-        else:
-            shard.copy_from_full(block, local[start:stop])
+        for low, length, offset in rows_here:
+            of_rows.copy_from_full(block.narrow(0, low, length), local.narrow(0, offset, length))
 
 
 def _rows_within(shard: Shard, start: int, stop: int) -> list[tuple[int, int, int]]:
     """Return (row in the block, length, local row) of the shard's part of rows [start, stop)."""
+    if shard.dim == 0:
+        segments = shard.segments
+    else:
+        begin, end = shard.rows or (0, shard.shape[0] if shard.shape else 1)
+        segments = ((begin, end - begin, 0),)
     overlaps = []
-    for first, length, offset in shard.segments:
+    for first, length, offset in segments:
         low, high = max(first, start), min(first + length, stop)
         if low < high:
             overlaps.append((low - start, high - low, offset + low - first))

@@ -377,7 +377,7 @@ class Checkpointer:
         if "weights_only" in reader.found.state:
             names = tensors.names_in_run(shards, self.model, ranks)
             stored, renamed = tensors.match_imported(stored, *names, self.model)
-        is_replica = self._mesh.data.rank > 0 or self._mesh.tensor.rank > 0
+        is_replica = not self._mesh.is_first_replica
         found = differences.tensor_differences(stored, shards, is_replica, ranks)
         if options.strict:
             differences.refuse_differences(reader.full_path, found)

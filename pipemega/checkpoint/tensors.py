@@ -135,7 +135,9 @@ class TensorShard:
         self, offsets: tuple[int, ...], part: Tensor
     ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Split a local chunk at the segments of the shard; yield offsets in the logical tensor."""
-        dim = self.shard.dim
+        dim, rows = self.shard.dim, self.shard.rows
+        if rows is not None:
+            offsets = (offsets[0] + rows[0], *offsets[1:])
         if dim is None:
             yield offsets, part
             return
@@ -267,7 +269,12 @@ def logical_tensors(
                 # A scalar, such as `step`: the data rank with the first element writes it.
                 shard.write_range = (0, 0)
     # Sorted, because the order must be the same on all ranks.
-    assign_writes((s for _, s in sorted(replicated.items()) if s.write_range != (0, 0)), mesh.data)
+    written: dict[bool, list[TensorShard]] = {False: [], True: []}
+    for key, shard in sorted(replicated.items()):
+        if shard.write_range != (0, 0):
+            written[shard_of(model.parameters[_split_key(key)[2]]).is_expert].append(shard)
+    assign_writes(written[False], mesh.data)
+    assign_writes(written[True], mesh.replica)
     return shards
 
 
@@ -284,7 +291,7 @@ def model_tensors(
         shards[f"parameters/{name}"] = _tensor_shard(model, mesh, name, weight, span)
     for name, buffer in model.persistent_buffers.items():
         shard = TensorShard(buffer, Shard(tuple(buffer.shape)))
-        shard.write_range = (0, shard.numel if _writes_buffers(mesh) else 0)
+        shard.write_range = (0, shard.numel if mesh.is_first_replica else 0)
         shards[f"buffers/{name}"] = shard
     return shards
 
@@ -463,7 +470,7 @@ def rank_buffers(model: LocalModel, mesh: Mesh) -> dict[str, Tensor]:
 
     Data ranks see different samples, so their running statistics differ.
     """
-    return {} if _writes_buffers(mesh) else model.persistent_buffers
+    return {} if mesh.is_first_replica else model.persistent_buffers
 
 
 def check_optimizer(state: Mapping[str, Any], step: OptimizerStep) -> None:
@@ -517,7 +524,7 @@ def _value_shard(
         ) from error
     local = torch.tensor(list(data), dtype=torch.uint8, device=mesh.device)
     start, stop = entry.get("span", (mesh.data.rank, mesh.data.rank + 1))
-    has_first_element = start == 0 and stop > 0
+    has_first_element = start == 0 and stop > 0 and _has_first_row(model, name)
     writes = has_first_element and _is_owner(model, name) and mesh.tensor.rank == 0
     return TensorShard(local, Shard((len(data),)), (0, len(data) if writes else 0))
 
@@ -539,7 +546,7 @@ def _check_shape(
         CheckpointError: the state cannot be stored; the message gives its shape and a way out.
     """
     sliced = "span" in entry and state.span is None
-    sharded = parameter.dim is not None and state.shard is not parameter
+    sharded = not parameter.is_whole and state.shard is not parameter
     if state.local.dim() > 0 and kind != "step" and (sliced or sharded):
         raise CheckpointError(
             f"the optimizer keeps a tensor of shape {tuple(state.local.shape)} as {kind!r} of "
@@ -563,11 +570,13 @@ def _tensor_shard(
     """Return the shard for `local`: the parameter `name`, or optimizer state of it."""
     parameter = model.parameters[name]
     shard, shape = shard_of(parameter), tuple(parameter.shape)
+    first = True
     if span is None and local.shape != parameter.shape:
         # State of the whole parameter, equal on every rank.
+        first = _has_first_row(model, name)
         shard, shape = Shard(tuple(local.shape)), tuple(local.shape)
     result = TensorShard(local, shard, shape=shape, span=span)
-    if _is_owner(model, name) and (shard.dim is not None or mesh.tensor.rank == 0):
+    if first and _is_owner(model, name) and (shard.dim is not None or mesh.tensor.rank == 0):
         result.write_range = span if span is not None else (0, result.numel)
     return result
 
@@ -577,9 +586,10 @@ def _is_owner(model: LocalModel, name: str) -> bool:
     return name not in model.tied or model.tied[name].rank == 0
 
 
-def _writes_buffers(mesh: Mesh) -> bool:
-    """Return whether this rank's buffers are the ones that are stored as `buffers/...`."""
-    return mesh.data.rank == 0 and mesh.tensor.rank == 0
+def _has_first_row(model: LocalModel, name: str) -> bool:
+    """Return whether this rank has the first rows of a parameter, or all of them."""
+    rows = shard_of(model.parameters[name]).rows
+    return rows is None or rows[0] == 0
 
 
 def _optimizer_kind(step: OptimizerStep) -> str:

@@ -1,6 +1,6 @@
 """Check that all replicas of each parameter are bitwise equal.
 
-    data ranks       all parameters
+    data ranks       all parameters; experts: the data ranks with the same ones
     tensor ranks     parameters that are not sharded
     pipeline ranks   tied parameters, on the ranks that hold a copy
 
@@ -9,7 +9,7 @@ bit that a hardware fault or a race in a kernel has flipped stays flipped. So ea
 64-bit hash of each parameter, and the hashes are compared.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.exchanges import all_gather, all_reduce, broadcast, broadcast_tied
 from pipemega.distributed.mesh import Axis, Mesh, gather_objects
 from pipemega.errors import ReplicaError
-from pipemega.parameters import shard_of
+from pipemega.parameters import Shard, shard_of
 from pipemega.pipeline.model.stages import LocalModel
 
 # Elements that are converted to 64 bits at a time: on a CPU few enough to stay in its cache.
@@ -43,10 +43,15 @@ def check_replicas(model: LocalModel, mesh: Mesh) -> None:
     """
     names = sorted(model.parameters)
     hashes = hash_tensors([model.parameters[name] for name in names], mesh.device)
-    whole = [name for name in names if shard_of(model.parameters[name]).dim is None]
+
+    def differing_over(axis: Axis, compared: Callable[[Shard], bool]) -> list[str]:
+        kept = [n for n, name in enumerate(names) if compared(shard_of(model.parameters[name]))]
+        return _differing([names[n] for n in kept], hashes[kept], axis)
+
     differing = [
-        *_differing(names, hashes, mesh.data),
-        *_differing(whole, hashes[[names.index(name) for name in whole]], mesh.tensor),
+        *differing_over(mesh.data, lambda shard: not shard.is_expert),
+        *differing_over(mesh.replica, lambda shard: shard.is_expert),
+        *differing_over(mesh.tensor, lambda shard: shard.dim is None),
         *_differing_tied(names, hashes, model.tied),
     ]
     most = torch.tensor(len(differing), device=mesh.device)
@@ -145,8 +150,12 @@ def _describe(name: str, parameter: Tensor | None, mesh: Mesh) -> str:
 def _replica_of(parameter: Tensor | None, mesh: Mesh) -> _Replica | None:
     if parameter is None:
         return None
-    whole = shard_of(parameter).dim is None or mesh.tensor.size == 1
-    part = "" if whole else f" (its shard on tensor rank {mesh.tensor.rank})"
+    shard, parts = shard_of(parameter), []
+    if shard.dim is not None and mesh.tensor.size > 1:
+        parts.append(f"its shard on tensor rank {mesh.tensor.rank}")
+    if shard.rows is not None:
+        parts.append(f"experts {shard.rows[0]} to {shard.rows[1] - 1}")
+    part = f" ({', '.join(parts)})" if parts else ""
     number = int(hash_tensors([parameter], parameter.device).item())
     return _Replica(part, number, tuple(parameter.shape), parameter.dtype)
 

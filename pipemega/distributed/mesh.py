@@ -55,7 +55,7 @@ class Axis:
     """The process group of this rank along one mesh axis.
 
     Args:
-        name: "pipeline", "data", "tensor", or "world" for all ranks.
+        name: "pipeline", "data", "tensor", "expert", "replica", or "world" for all ranks.
         ranks: the global ranks of the group, in order.
         rank: index of this process in `ranks`.
         group: the process group; None for an axis of one rank, which does not communicate. On a GPU
@@ -83,7 +83,12 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The axes of this process, its device, and the timeout of its waits."""
+    """The axes of this process, its device, and the timeout of its waits.
+
+    Args:
+        expert: the data ranks that share the experts of a layer with this rank.
+        expert_replicas: the data ranks with the same experts; None: all data ranks.
+    """
 
     topology: Topology
     pipeline: Axis
@@ -92,6 +97,18 @@ class Mesh:
     world: Axis
     device: torch.device
     timeout: timedelta = DEFAULT_TIMEOUT
+    expert: Axis = Axis("expert")
+    expert_replicas: Axis | None = None
+
+    @property
+    def replica(self) -> Axis:
+        """The data ranks that have the same experts as this rank."""
+        return self.data if self.expert_replicas is None else self.expert_replicas
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank is the first of those with the same stages."""
+        return self.data.rank == 0 and self.tensor.rank == 0
 
     @property
     def rank(self) -> int:
@@ -237,11 +254,22 @@ def build_mesh(
         connect_ranks(_CUDA_BACKEND if device.type == "cuda" else "gloo", timeout)
     rank = dist.get_rank()
     axes = {name: new_axis(name, topology, rank, device, timeout) for name in AXES}
+    expert, replica = _expert_axes(topology, rank, device, timeout, axes["data"])
     world = _world(rank, device, timeout)
     if device.type == "cuda":
         refuse_shared_gpus(gather_objects(gpu_of(device), world))
-    open_axes([*axes.values(), world], device)
-    return Mesh(topology, **axes, world=world, device=device, timeout=timeout)
+    # Each group once: an axis with all data ranks is the data axis.
+    derived = [axis for axis in (expert, replica) if axis.group is not axes["data"].group]
+    open_axes([*axes.values(), *derived, world], device)
+    return Mesh(
+        topology,
+        **axes,
+        world=world,
+        device=device,
+        timeout=timeout,
+        expert=expert,
+        expert_replicas=replica,
+    )
 
 
 def check_world_size(topology: Topology) -> None:
@@ -341,7 +369,7 @@ def with_timeout(mesh: Mesh, timeout: timedelta) -> Mesh:
 
     The group of all ranks gets it from `set_world_timeout`, after the start.
     """
-    for axis in (mesh.pipeline, mesh.data, mesh.tensor):
+    for axis in (mesh.pipeline, mesh.data, mesh.tensor, mesh.expert, mesh.replica):
         if axis.group is not None:
             set_timeout(timeout, axis.group)
             _lengthen_nccl_timeout(axis.group, timeout)
@@ -418,6 +446,19 @@ def new_axis(
         # Layers wait for collectives of the tensor axis.
         group = new_group(ranks, device, timeout, name, urgent=name == "tensor")
     return Axis(name, ranks, ranks.index(rank), group)
+
+
+def _expert_axes(
+    topology: Topology, rank: int, device: torch.device, timeout: timedelta, data: Axis
+) -> tuple[Axis, Axis]:
+    """Return the axes "expert" and "replica" of `rank`; all data ranks share the data group."""
+
+    def axis(name: AxisName) -> Axis:
+        if topology.size(name) < topology.data:
+            return new_axis(name, topology, rank, device, timeout)
+        return replace(data, name=name)
+
+    return axis("expert"), axis("replica")
 
 
 def _world(rank: int, device: torch.device, timeout: timedelta) -> Axis:

@@ -35,8 +35,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from pipemega.errors import MeshError
+from pipemega.printing import counted
 
-AxisName = Literal["pipeline", "data", "tensor"]
+AxisName = Literal["pipeline", "data", "tensor", "expert", "replica"]
 
 # Tensor innermost: it communicates in every layer and must stay inside the node; the pipeline
 # communicates once per micro-batch and can cross nodes.
@@ -53,11 +54,19 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """The sizes of the three axes, and the mapping between ranks and coordinates."""
+    """The sizes of the three axes, and the mapping between ranks and coordinates.
+
+    `expert` consecutive data ranks share the experts of a layer. They are the axis "expert"; the
+    data ranks with the same experts are the axis "replica":
+
+        data 4, expert 2     data rank         0    1    2    3
+                             experts of 8     0-3  4-7  0-3  4-7
+    """
 
     pipeline: int = 1
     data: int = 1
     tensor: int = 1
+    expert: int = 1
 
     @classmethod
     def fit(
@@ -66,6 +75,7 @@ class Topology:
         pipeline: int = 1,
         tensor: int = 1,
         data: int | Literal["auto"] = "auto",
+        expert: int = 1,
     ) -> "Topology":
         """Return the topology of `world_size` ranks.
 
@@ -73,7 +83,8 @@ class Topology:
             data: "auto" for world_size / (pipeline * tensor).
 
         Raises:
-            MeshError: the product of the axes is not the world size.
+            MeshError: the product of the axes is not the world size, or the data ranks are not a
+                multiple of the expert ranks.
         """
         per_copy = pipeline * tensor
         if data == "auto":
@@ -83,18 +94,29 @@ class Topology:
                     f"mesh.pipeline * mesh.tensor = {pipeline} * {tensor} = {per_copy}: start a "
                     f"multiple of {per_copy} ranks (torchrun --nproc_per_node), or change the mesh"
                 )
-            return cls(pipeline, world_size // per_copy, tensor)
-        if per_copy * data != world_size:
+            data = world_size // per_copy
+        elif per_copy * data != world_size:
             raise MeshError(
                 f"{started(world_size)}, and the mesh takes mesh.pipeline * mesh.data * "
                 f"mesh.tensor = {pipeline} * {data} * {tensor} = {per_copy * data}: start "
                 f"{per_copy * data} ranks (torchrun --nproc_per_node), or set mesh.data to 'auto'"
             )
-        return cls(pipeline, data, tensor)
+        if data % expert:
+            raise MeshError(
+                f"{started(world_size)}, so there are {counted(data, 'data rank')} (mesh.data), "
+                f"which is not a multiple of mesh.expert ({expert}): start a multiple of "
+                f"{per_copy * expert} ranks, or set mesh.expert to a divisor of {data}"
+            )
+        return cls(pipeline, data, tensor, expert)
 
     @property
     def world_size(self) -> int:
         return self.pipeline * self.data * self.tensor
+
+    @property
+    def replica(self) -> int:
+        """Number of data ranks that have the same experts."""
+        return self.data // self.expert
 
     def size(self, axis: AxisName) -> int:
         return int(getattr(self, axis))
@@ -112,16 +134,24 @@ class Topology:
     def along(self, axis: AxisName, rank: int) -> tuple[int, ...]:
         """Return, in order, `rank` and all ranks that differ from it on `axis` only."""
         here = self.coordinate(rank)._asdict()
+        if axis in ("expert", "replica"):
+            block, expert = divmod(here.pop("data"), self.expert)
+            first, step = (block * self.expert, 1) if axis == "expert" else (expert, self.expert)
+            places = range(first, first + step * self.size(axis), step)
+            return tuple(self.rank(data=data, **here) for data in places)
         return tuple(self.rank(**{**here, axis: i}) for i in range(self.size(axis)))
 
     def __str__(self) -> str:
-        return f"pipeline {self.pipeline} x data {self.data} x tensor {self.tensor}"
+        axes = f"pipeline {self.pipeline} x data {self.data} x tensor {self.tensor}"
+        return axes if self.expert == 1 else f"{axes}, expert {self.expert}"
 
     @classmethod
     def from_text(cls, text: str) -> "Topology":
         """Return the topology whose `str` is `text`."""
-        sizes = dict(part.split(" ") for part in text.split(" x "))
-        return cls(**{axis: int(sizes[axis]) for axis in AXES})
+        # Without the part "expert", as runs before mesh.expert wrote it.
+        axes, _, expert = text.partition(", expert ")
+        sizes = dict(part.split(" ") for part in axes.split(" x "))
+        return cls(**{axis: int(sizes[axis]) for axis in AXES}, expert=int(expert or 1))
 
 
 def started(world_size: int) -> str:

@@ -111,7 +111,7 @@ class Examination:
         if config is not None:
             try:
                 mesh = config.mesh
-                topology = Topology.fit(world, mesh.pipeline, mesh.tensor, mesh.data)
+                topology = Topology.fit(world, mesh.pipeline, mesh.tensor, mesh.data, mesh.expert)
                 config.batch(topology.data)
                 measurements.rank_of_stages(config, topology)
             except PipemegaError as problem:

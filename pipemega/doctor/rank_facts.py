@@ -104,7 +104,7 @@ def _device_of(config: Config | None) -> torch.device:
     if config is None or not config.mesh.mixed_devices:
         return pick_device("auto" if config is None else config.mesh.first_device)
     world, mesh = launched_world_size(), config.mesh
-    topology = Topology.fit(world, mesh.pipeline, mesh.tensor, mesh.data)
+    topology = Topology.fit(world, mesh.pipeline, mesh.tensor, mesh.data, mesh.expert)
     wishes = [mesh.mixed_devices[topology.coordinate(r).pipeline] for r in range(world)]
     # The ranks of a node follow one another.
     rank, host = launched_rank(), socket.gethostname()

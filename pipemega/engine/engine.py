@@ -286,7 +286,7 @@ class Engine:
         """Return logical name -> persistent buffer of the first data rank, on every rank's CPU."""
         with self._failures.propagate_errors("buffer_state"):
             buffers = self.steps.model.persistent_buffers
-            is_first = self.mesh.data.rank == 0 and self.mesh.tensor.rank == 0
+            is_first = self.mesh.is_first_replica
             local = {n: b.cpu() for n, b in buffers.items()} if is_first else {}
             parts = gather_objects(local, self.mesh.world)
             return {name: buffer.clone() for part in parts for name, buffer in part.items()}

@@ -92,6 +92,7 @@ class RunSetup:
             seed=config.seed,
             seed_layers=config.pipeline.seed_layers,
             checkpoint_interval=checkpoint_interval(config, len(self.net)),
+            expert=mesh.expert,
         )
 
     def build_stages(self, bounds: Sequence[int], rank_of_stage: Sequence[int]) -> LocalModel:

@@ -42,6 +42,7 @@ from pipemega.optimizer import MasterParams, OptimizerStep
 from pipemega.optimizer.build_step import build_masters
 from pipemega.optimizer.param_groups import pack
 from pipemega.optimizer.user_optimizer import GivenGroups
+from pipemega.parameters import shard_of
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel
@@ -399,7 +400,13 @@ class StageMover:
         if masters.spans is not None:
             # Copies of tied parameters have a span too, but no state.
             spans = {name: masters.spans[name] for name in masters.named}
-            state, between_data = between_data_ranks(state, spans, mesh.data, mesh.device)
+            experts = {n: s for n, s in spans.items() if shard_of(model.parameters[n]).is_expert}
+            dense = {name: span for name, span in spans.items() if name not in experts}
+            for part, axis in ((dense, mesh.data), (experts, mesh.replica)):
+                if not part:
+                    continue
+                state, moved = between_data_ranks(state, part, axis, mesh.device)
+                between_data += moved if axis.rank == 0 else 0
         for name, buffer in buffers.items():
             if name in state:
                 buffer.copy_(state[name]["buffer"])
@@ -409,8 +416,7 @@ class StageMover:
             if value is not None:
                 parameter.copy_(value)
         step.replace_masters(masters, optimizer.param_groups, state)
-        counts_pipeline, counts_data = mesh.pipeline.rank == 0, mesh.data.rank == 0
-        return counts_pipeline * between_pipeline + counts_data * between_data
+        return between_data + (between_pipeline if mesh.pipeline.rank == 0 else 0)
 
 
 def describe_cut(bounds: Sequence[int], rank_of_stage: Sequence[int]) -> str:

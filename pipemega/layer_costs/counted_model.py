@@ -90,7 +90,16 @@ class CountedModel:
 
         world = Axis("world", tuple(range(topology.world_size)), rank)
         device = torch.device("meta")
-        return Mesh(topology, axis("pipeline"), axis("data"), axis("tensor"), world, device)
+        return Mesh(
+            topology,
+            axis("pipeline"),
+            axis("data"),
+            axis("tensor"),
+            world,
+            device,
+            expert=axis("expert"),
+            expert_replicas=axis("replica"),
+        )
 
     @property
     def cuts_by_time(self) -> bool:
@@ -189,6 +198,7 @@ class CountedModel:
             device=mesh.device,
             seed=self._config.seed,
             checkpoint_interval=checkpoint_interval(self._config, len(self.net)),
+            expert=mesh.expert,
         )
 
 

@@ -201,6 +201,7 @@ def _build_optimizer(
         groups,
         kernels=Kernels.detect("cpu" if offloads else mesh.device),
         tensor=mesh.tensor,
+        expert=mesh.expert,
         shard_axis=masters.shard_axis,
     )
 

@@ -12,12 +12,12 @@ Layout of the gradients in flat buffers: which parameter's gradient is at which 
 
 Without ZeRO, gradients that are reduced or counted alike are adjacent:
 
-    flat    | partial .. | replicated .. | sharded over tensor ranks .. |     one per dtype
+    flat    | partial .. | replicated .. | sharded over tensor ranks .. | experts .. |
 
-With ZeRO, buckets are filled in the order of the backward pass.  Buckets of gradients that other
-ranks contribute to before the data ranks come last:
+With ZeRO, buckets are filled in the order of the backward pass.  Buckets of experts, which fewer
+data ranks reduce, follow; buckets of gradients that other ranks contribute to before come last:
 
-    flat    | bucket: last layer .. | bucket: .. first layer | partial | tied | copies |
+    flat    | bucket: last layer .. | bucket: .. first layer | experts | partial | tied | copies |
 
 Both are lists of slots; `GradLayout.owned` returns the part of a slot that this rank updates.
 
@@ -32,7 +32,8 @@ evenly, so that one reduce-scatter and one all-gather handle it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property
 from typing import Literal
 
@@ -166,6 +167,7 @@ class DataBucket:
         partial: each tensor rank holds a part of a sum, to be reduced over the tensor axis first.
         late: the reduction over data ranks waits for the end of the step, since other ranks
             contribute to the gradients before.
+        axis: the data ranks that reduce it, each of which owns a slice.
     """
 
     number: int
@@ -174,6 +176,12 @@ class DataBucket:
     slots: tuple[GradSlot, ...]
     partial: bool
     late: bool
+    axis: Axis
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        """[start, stop) in the flat buffer of the slice that this rank owns."""
+        return self.place.owned_by(self.axis.rank)
 
     @property
     def name(self) -> str:
@@ -190,13 +198,11 @@ class GradLayout:
         slots: all slots, in the order of the layout.
         sizes: length of each flat buffer, in elements.
         buckets: the buckets; empty where every data rank updates everything.
-        rank: the rank of this process on the data axis.
     """
 
     slots: tuple[GradSlot, ...]
     sizes: dict[torch.dtype, int]
     buckets: tuple[DataBucket, ...] = ()
-    rank: int = 0
 
     def owned(self, slot: GradSlot) -> tuple[int, int]:
         """Return [start, stop) in the flat buffer of this rank's part of `slot`, gap included."""
@@ -205,14 +211,14 @@ class GradLayout:
         bucket = self.bucket_of.get(slot.name)
         if bucket is None:
             return 0, 0
-        return intersection((slot.start, slot.stop), bucket.place.owned_by(self.rank))
+        return intersection((slot.start, slot.stop), bucket.owned)
 
     @property
     def owned_ranges(self) -> list[tuple[torch.dtype, int, int]]:
         """(flat buffer, start, stop) of everything that this rank updates."""
         if not self.buckets:
             return [(dtype, 0, size) for dtype, size in self.sizes.items()]
-        return [(bucket.dtype, *bucket.place.owned_by(self.rank)) for bucket in self.buckets]
+        return [(bucket.dtype, *bucket.owned) for bucket in self.buckets]
 
     @cached_property
     def bucket_of(self) -> dict[str, DataBucket]:
@@ -237,6 +243,8 @@ def whole_layout(named: Named, dtype: torch.dtype | None) -> GradLayout:
 
     def kind(item: tuple[str, nn.Parameter]) -> int:
         shard = shard_of(item[1])
+        if shard.is_expert:
+            return 3
         return 2 if shard.dim is not None else 0 if shard.partial_gradient else 1
 
     slots: list[GradSlot] = []
@@ -253,27 +261,41 @@ class ShardingSpec:
     """How gradients are sharded over the data ranks.
 
     Args:
-        ranks: number of data ranks.
-        rank: this rank on the data axis.
+        data: the data axis.
         reduce_bucket_size: most elements of a bucket.
+        replica: the data ranks that have the same experts; None: all.
         partial: names of parameters of which each tensor rank holds a part of the gradient.
         late: names of parameters whose gradient gets contributions from other ranks or stages.
         aside: names of copies: their gradient is added to the gradient of another parameter, and
             not reduced.
     """
 
-    ranks: int
-    rank: int
+    data: Axis
     reduce_bucket_size: int
+    replica: Axis | None = None
     partial: Collection[str] = ()
     late: Collection[str] = ()
     aside: Collection[str] = ()
 
-    def kind(self, name: str) -> int:
-        """Return the sort key of a slot; slots of different kinds share no bucket."""
+    def kind(self, name: str, parameter: Tensor) -> "_Kind":
+        """Return the kind of a slot; slots of different kinds share no bucket."""
         if name in self.aside:
-            return 3
-        return 1 if name in self.partial else 2 if name in self.late else 0
+            return _Kind.COPY
+        if shard_of(parameter).is_expert:
+            return _Kind.EXPERT
+        if name in self.partial:
+            return _Kind.PARTIAL
+        return _Kind.LATE if name in self.late else _Kind.EARLY
+
+
+class _Kind(IntEnum):
+    """Kinds of slots, in the order of their buckets."""
+
+    EARLY = 0
+    EXPERT = 1
+    PARTIAL = 2
+    LATE = 3
+    COPY = 4
 
 
 def bucketed_layout(named: Named, dtype: torch.dtype | None, sharding: ShardingSpec) -> GradLayout:
@@ -288,30 +310,35 @@ def bucketed_layout(named: Named, dtype: torch.dtype | None, sharding: ShardingS
     slots: list[GradSlot] = []
     buckets: list[DataBucket] = []
     ends: dict[torch.dtype, int] = {}
-    groups: dict[tuple[int, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    order = {name: number for number, (name, _) in enumerate(reversed(named))}
+    groups: dict[tuple[_Kind, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in reversed(named):
-        groups.setdefault((sharding.kind(name), parameter.dtype), []).append((name, parameter))
+        key = sharding.kind(name, parameter), parameter.dtype
+        groups.setdefault(key, []).append((name, parameter))
     for kind, parameter_dtype in sorted(groups, key=lambda key: key[0]):
         group = groups[kind, parameter_dtype]
         grad_dtype = dtype if dtype is not None else parameter_dtype
         sizes = [parameter.numel() for _, parameter in group]
-        ranks, bucket_size = sharding.ranks, sharding.reduce_bucket_size
-        if kind == 3:
+        axis, bucket_size = sharding.data, sharding.reduce_bucket_size
+        if kind == _Kind.EXPERT and sharding.replica is not None:
+            axis = sharding.replica
+        if kind == _Kind.COPY:
             # Copies are in no bucket: lay them out as one bucket of one rank.
-            ranks, bucket_size = 1, sum(map(aligned, sizes))
-        for place in fill_buckets(sizes, ranks, bucket_size, ends.get(grad_dtype, 0)):
+            axis, bucket_size = Axis("copies"), sum(map(aligned, sizes))
+        for place in fill_buckets(sizes, axis.size, bucket_size, ends.get(grad_dtype, 0)):
             ends[grad_dtype] = place.stop
             here = tuple(
                 GradSlot(*group[entry], grad_dtype, start)
                 for entry, start in zip(place.entries, place.starts, strict=True)
             )
             slots += here
-            if kind != 3:
-                number = len(buckets)
-                buckets.append(
-                    DataBucket(number, grad_dtype, place, here, kind == 1, late=kind > 0)
-                )
-    return GradLayout(tuple(slots), ends, tuple(buckets), sharding.rank)
+            if kind != _Kind.COPY:
+                partial, late = kind == _Kind.PARTIAL, kind >= _Kind.PARTIAL
+                buckets.append(DataBucket(0, grad_dtype, place, here, partial, late, axis))
+    # A bucket is complete with the last of its gradients.
+    buckets.sort(key=lambda bucket: (bucket.late, order[bucket.slots[-1].name]))
+    numbered = (replace(bucket, number=number) for number, bucket in enumerate(buckets))
+    return GradLayout(tuple(slots), ends, tuple(numbered))
 
 
 class GradientBuffer:
@@ -490,8 +517,16 @@ def equalize_tied(gradients: GradientBuffer, tied: Mapping[str, Axis], data: Axi
             broadcast_tied(gradients.view(slot.parameter), axis)
 
 
-def reduce_data(gradients: GradientBuffer, data: Axis, reduction: DataReduction) -> float:
+def reduce_data(
+    gradients: GradientBuffer, data: Axis, reduction: DataReduction, replica: Axis | None = None
+) -> float:
     """Sum over the data axis: one all-reduce per flat buffer.
+
+    Gradients of experts, which follow the others, already contain the tokens of all ranks of the
+    axis "expert". They are summed over the other data ranks, with the factors of all data ranks.
+
+    Args:
+        replica: the data ranks that have the same experts; None: all.
 
     Returns:
         the factor that the gradients still have to be multiplied by.  The caller merges it into
@@ -500,15 +535,23 @@ def reduce_data(gradients: GradientBuffer, data: Axis, reduction: DataReduction)
     if data.size == 1:
         return 1.0
     before, after = reduction.factors(data.size)
-    for flat in gradients.flats.values():
+    experts = {dtype: flat.numel() for dtype, flat in gradients.flats.items()}
+    for slot in reversed(gradients.slots):
+        if shard_of(slot.parameter).is_expert:
+            experts[slot.dtype] = slot.start
+    for dtype, flat in gradients.flats.items():
         if before != 1.0:
             flat.mul_(before)
-        if reduction.dtype is None or reduction.dtype == flat.dtype:
-            all_reduce(flat, data)
-        else:
-            sent = flat.to(reduction.dtype)
-            all_reduce(sent, data)
-            flat.copy_(sent)
+        start = experts[dtype]
+        for part, axis in ((flat[:start], data), (flat[start:], replica or data)):
+            if not part.numel() or axis.size == 1:
+                continue
+            if reduction.dtype is None or reduction.dtype == dtype:
+                all_reduce(part, axis)
+            else:
+                sent = part.to(reduction.dtype)
+                all_reduce(sent, axis)
+                part.copy_(sent)
     return after
 
 

@@ -366,9 +366,7 @@ class MasterParams(ABC):
     def gradient_norms(self) -> GradientNorms:
         """Return what computes this rank's part of the squared norms, after `reduce`."""
         mesh = self.mesh
-        return GradientNorms(
-            self.gradients, mesh.tensor, mesh.data, self._model.tied, self.num_layers, mesh.device
-        )
+        return GradientNorms(self.gradients, mesh, self._model.tied, self.num_layers)
 
     def statistics(self, *, params_norm: bool, num_zeros: bool) -> StepStatistics | None:
         """Return what computes this rank's part of the numbers for the log; None: nothing to do."""
@@ -386,9 +384,9 @@ class MasterParams(ABC):
         """Return whether this rank counts what it holds of a logical parameter."""
         if name not in self._parameters:
             return False  # the gradient of a copy, which was added to the first one's gradient
-        mesh, tied = self.mesh, self._model.tied
         sliced = self.spans is not None if sliced is None else sliced
-        return is_counted(name, self._parameters[name], mesh.tensor, mesh.data, tied, sliced=sliced)
+        parameter, tied = self._parameters[name], self._model.tied
+        return is_counted(name, parameter, self.mesh, tied, sliced=sliced)
 
     def _counted_gradient(self, slot: GradSlot) -> CountedGradient:
         parameter, (start, stop) = slot.parameter, self.layout.span(slot)
@@ -454,7 +452,7 @@ class MasterParams(ABC):
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors with the local parameters' shapes, from tensors with the masters' shapes.
 
-        Collective over the data axis.
+        Collective over the data axis, for experts over the data ranks with the same ones.
         """
 
     def gather_masters(self) -> dict[str, Tensor]:
@@ -550,7 +548,7 @@ class PlainMasterParams(MasterParams):
         self._sum_copies()
         reduce_partial(self.gradients, self.mesh.tensor)
         reduce_tied(self.gradients, self._model.tied)
-        factor = reduce_data(self.gradients, self.mesh.data, self._reduction)
+        factor = reduce_data(self.gradients, self.mesh.data, self._reduction, self.mesh.replica)
         equalize_tied(self.gradients, self._model.tied, self.mesh.data)
         return factor
 

@@ -210,6 +210,7 @@ def build_optimizer(
     *,
     kernels: Kernels,
     tensor: Axis | None = None,
+    expert: Axis | None = None,
     shard_axis: Axis | None = None,
 ) -> Optimizer:
     """Build the optimizer that the config names.
@@ -219,6 +220,7 @@ def build_optimizer(
         groups: parameter groups.
         kernels: the fused kernels that may be used.
         tensor: the tensor axis, over which parameters may be sharded.
+        expert: the expert axis, over which parameters may be sharded.
         shard_axis: the data axis, if its ranks hold slices of each parameter (ZeRO).
 
     Raises:
@@ -227,7 +229,7 @@ def build_optimizer(
     """
     tensor = tensor if tensor is not None else Axis("tensor")
     if type_name in _MATRIX_OPTIMIZERS:
-        _check_unsharded(type_name, tensor, shard_axis)
+        _check_unsharded(type_name, tensor, expert, shard_axis)
     tensors = [p for group in groups for p in group["params"]]
     arguments = params.arguments()
     kind: OptimizerClass
@@ -249,12 +251,19 @@ def build_optimizer(
         raise ConfigError(f"optimizer.params: {type_name} rejects them: {error}") from error
 
 
-def _check_unsharded(type_name: str, tensor: Axis, shard_axis: Axis | None) -> None:
+def _check_unsharded(
+    type_name: str, tensor: Axis, expert: Axis | None, shard_axis: Axis | None
+) -> None:
     others = ", ".join(name for name in PARAMS if name not in _MATRIX_OPTIMIZERS)
     if tensor.size > 1:
         raise ConfigError(
             f"optimizer.type '{type_name}' needs whole matrices, and mesh.tensor ({tensor.size}) "
             f"shards them: set mesh.tensor to 1, or use one of {others}"
+        )
+    if expert is not None and expert.size > 1:
+        raise ConfigError(
+            f"optimizer.type '{type_name}' needs whole matrices, and mesh.expert ({expert.size}) "
+            f"shards those of experts: set mesh.expert to 1, or use one of {others}"
         )
     if shard_axis is not None:
         raise ConfigError(

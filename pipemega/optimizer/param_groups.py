@@ -102,7 +102,7 @@ def parameter_groups(
             groups.append({"params": [], **options, "weight_decay": 0.0})
         places.append((at, at + splits))
     for name, parameter in named_parameters:
-        is_flat = len(shard_of(parameter).shape) <= 1
+        is_flat = shard_of(parameter).dims <= 1
         groups[places[_place(name, specs)][is_flat]]["params"].append(parameter)
     return groups
 

@@ -31,9 +31,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipemega.distributed.mesh import Axis
+from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.optimizer.gradients import GradientBuffer
-from pipemega.parameters import shard_of
+from pipemega.parameters import replicas_of, shard_of
 
 # The epsilon of torch.nn.utils.clip_grad_norm_, for the same clipping.
 _CLIP_EPSILON = 1e-6
@@ -204,27 +204,20 @@ class GradientNorms:
     """Computes this rank's part of the squared norms, after the reductions.
 
     Each logical parameter counts once in the world: one replicated over the tensor ranks on the
-    first of them, a tied one on its first holder, and all on the first data rank only, or, with
-    ZeRO, each slice on its owner.
+    first of them, a tied one on its first holder, an expert on the first of the data ranks that
+    have it, and all others on the first data rank only, or, with ZeRO, each slice on its owner.
 
     Args:
         gradients: the buffers; the same tensors in every step.
-        tensor, data: the axes of the mesh.
+        mesh: its axes, and the device of the result.
         tied: logical name -> the ranks that hold it.
         num_layers: number of layers of the whole model.
-        device: the device of the result.
     """
 
     def __init__(
-        self,
-        gradients: GradientBuffer,
-        tensor: Axis,
-        data: Axis,
-        tied: Mapping[str, Axis],
-        num_layers: int,
-        device: torch.device,
+        self, gradients: GradientBuffer, mesh: Mesh, tied: Mapping[str, Axis], num_layers: int
     ) -> None:
-        runs = _runs(gradients, tensor, data, tied)
+        runs, device = _runs(gradients, mesh, tied), mesh.device
         self._parts = [gradients.flats[run.dtype][run.start : run.stop] for run in runs]
         by_layer: list[list[int]] = [[] for _ in range(num_layers)]
         for number, run in enumerate(runs):
@@ -276,12 +269,10 @@ class _Run(NamedTuple):
     stop: int
     counted: bool
     layer: int
-    kind: tuple[bool, bool]  # sharded over tensor ranks, partial
+    kind: tuple[bool, bool, bool]  # sharded over tensor ranks, partial, of experts
 
 
-def _runs(
-    gradients: GradientBuffer, tensor: Axis, data: Axis, tied: Mapping[str, Axis]
-) -> list[_Run]:
+def _runs(gradients: GradientBuffer, mesh: Mesh, tied: Mapping[str, Axis]) -> list[_Run]:
     """Return what this rank owns of the buffers, adjacent slots that count alike merged."""
     runs: list[_Run] = []
     layout = gradients.layout
@@ -291,10 +282,9 @@ def _runs(
             if start == stop:
                 continue
             shard = shard_of(slot.parameter)
-            counted = is_counted(
-                slot.name, slot.parameter, tensor, data, tied, sliced=bool(layout.buckets)
-            )
-            kind = (shard.dim is not None, shard.partial_gradient)
+            sliced = bool(layout.buckets)
+            counted = is_counted(slot.name, slot.parameter, mesh, tied, sliced=sliced)
+            kind = (shard.dim is not None, shard.partial_gradient, shard.is_expert)
             run = _Run(dtype, start, stop, counted, _layer_of(slot.name), kind)
             last = runs[-1] if runs else None
             if last and (last.dtype, last.stop, *last[3:]) == (dtype, start, *run[3:]):
@@ -304,13 +294,7 @@ def _runs(
 
 
 def is_counted(
-    name: str,
-    parameter: Tensor,
-    tensor: Axis,
-    data: Axis,
-    tied: Mapping[str, Axis],
-    *,
-    sliced: bool,
+    name: str, parameter: Tensor, mesh: Mesh, tied: Mapping[str, Axis], *, sliced: bool
 ) -> bool:
     """Return whether this rank counts its part of a parameter, so that each element counts once.
 
@@ -319,9 +303,10 @@ def is_counted(
         tied: logical name -> the ranks that hold a tied parameter.
         sliced: the part is a slice that no other data rank has (ZeRO).
     """
+    shard = shard_of(parameter)
     return (
-        (data.rank == 0 or sliced)
-        and (tensor.rank == 0 or shard_of(parameter).dim is not None)
+        (sliced or replicas_of(parameter, mesh).rank == 0)
+        and (mesh.tensor.rank == 0 or shard.dim is not None)
         and (name not in tied or tied[name].rank == 0)
     )
 

@@ -396,6 +396,13 @@ def _layouts(mesh: Mesh, shard_axis: Axis | None) -> Iterator[_Layout]:
                 "Set mesh.tensor to 1",
                 lambda tensor, dim=dim: _halves(tensor, dim),  # type: ignore[misc]
             )
+    if mesh.expert.size > 1:
+        yield _Layout(
+            f"mesh.expert ({mesh.expert.size}) shards the parameters of experts",
+            each,
+            "Set mesh.expert to 1",
+            lambda tensor: _halves(tensor, 0),
+        )
     if shard_axis is not None:
         yield _Layout(
             f"zero_optimization.stage 1 gives each of {shard_axis.size} data ranks a 1-D slice of "

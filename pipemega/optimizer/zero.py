@@ -62,7 +62,7 @@ from pipemega.optimizer.gradients import (
 )
 from pipemega.optimizer.masters import MasterParams, ModelParams
 from pipemega.optimizer.mixed_precision import Precision
-from pipemega.parameters import after_autograd, shard_of
+from pipemega.parameters import after_autograd, replicas_of, shard_of
 from pipemega.pipeline.model.module import Stage
 from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
 
@@ -82,7 +82,7 @@ class _InFlight:
 
 
 class ReduceScatter:
-    """Sums each bucket of gradients over the data ranks; each slice on its owner.
+    """Sums each bucket of gradients over its data ranks; each slice on its owner.
 
     With gloo each rank sends every owner its part, and the owner sums in the order of ranks: gloo's
     reduce-scatter is an all-reduce of a copy, which sends twice as much.  Other backends run their
@@ -93,17 +93,17 @@ class ReduceScatter:
 
     Args:
         gradients: laid out in buckets.
-        data: the data axis, with at least two ranks.
+        ranks: number of data ranks, of which experts are reduced over a part.
         reduction: factors and dtype.
         window: largest number of temporary buffers of buckets in flight.
     """
 
     def __init__(
-        self, gradients: GradientBuffer, data: Axis, reduction: DataReduction, window: int
+        self, gradients: GradientBuffer, ranks: int, reduction: DataReduction, window: int
     ) -> None:
-        self._gradients, self._data, self._reduction = gradients, data, reduction
+        self._gradients, self._reduction = gradients, reduction
         self._buckets = gradients.layout.buckets
-        self._before, self.after = reduction.factors(data.size)
+        self._before, self.after = reduction.factors(ranks)
         self._window = window
         self._in_flight: deque[_InFlight] = deque()
         self._in_place: list[_InFlight] = []
@@ -121,10 +121,12 @@ class ReduceScatter:
         flat = self._gradients.flats[bucket.dtype][place.start : place.stop]
         if self._before != 1.0:
             flat.mul_(self._before)
+        if bucket.axis.size == 1:
+            return
         dtype = self._reduction.dtype
         sent = flat if dtype is None else flat.to(dtype)
-        with named_collective(bucket.name, self._data.ranks):
-            entry = _InFlight(bucket, *self._send(sent, place.share))
+        with named_collective(bucket.name, bucket.axis.ranks):
+            entry = _InFlight(bucket, *_send(sent, place.share, bucket.axis))
         (self._in_place if in_place else self._in_flight).append(entry)
 
     def finish(self) -> None:
@@ -139,27 +141,16 @@ class ReduceScatter:
 
     def _runs_in_place(self, bucket: DataBucket) -> bool:
         """Return whether the reduction reads and writes only the buffer of the gradients."""
-        summed_here = self._is_summed_by_owner(self._gradients.flats[bucket.dtype])
+        if bucket.axis.size == 1:
+            return True
+        device = self._gradients.flats[bucket.dtype].device
+        summed_here = sends_by_gloo(bucket.axis.group, device)
         return not summed_here and self._reduction.dtype in (None, bucket.dtype)
-
-    def _is_summed_by_owner(self, tensor: Tensor) -> bool:
-        return sends_by_gloo(self._data.group, tensor.device)
-
-    def _send(self, sent: Tensor, share: int) -> tuple[dist.Work | None, Tensor]:
-        group = self._data.group
-        if self._is_summed_by_owner(sent):
-            received = torch.empty_like(sent)
-            start = partial(dist.all_to_all_single, received, sent, group=group, async_op=True)
-            work = recorded("all_to_all", sent.nbytes, group, start)
-            return work, received.view(self._data.size, share)
-        received = sent.narrow(0, self._data.rank * share, share)
-        start = partial(reduce_scatter_single, received, sent, group=group, async_op=True)
-        return recorded("reduce_scatter", sent.nbytes, group, start), received
 
     def _complete(self, entry: _InFlight) -> None:
         if entry.work is not None:
-            wait(entry.work, entry.bucket.name, self._data.ranks)
-        start, stop = entry.bucket.place.owned_by(self._data.rank)
+            wait(entry.work, entry.bucket.name, entry.bucket.axis.ranks)
+        start, stop = entry.bucket.owned
         owned = self._gradients.flats[entry.bucket.dtype][start:stop]
         if entry.received.dim() == 1:
             if entry.received.data_ptr() != owned.data_ptr():
@@ -171,31 +162,44 @@ class ReduceScatter:
         owned.copy_(total)
 
 
+def _send(sent: Tensor, share: int, axis: Axis) -> tuple[dist.Work | None, Tensor]:
+    group = axis.group
+    if sends_by_gloo(group, sent.device):
+        received = torch.empty_like(sent)
+        start = partial(dist.all_to_all_single, received, sent, group=group, async_op=True)
+        work = recorded("all_to_all", sent.nbytes, group, start)
+        return work, received.view(axis.size, share)
+    received = sent.narrow(0, axis.rank * share, share)
+    start = partial(reduce_scatter_single, received, sent, group=group, async_op=True)
+    return recorded("reduce_scatter", sent.nbytes, group, start), received
+
+
 class AllGather:
-    """Gathers the slices of each bucket of parameters from their owners to all data ranks.
+    """Gathers the slices of each bucket of parameters from their owners to its data ranks.
 
     Args:
-        flats: buffers of the buckets, in the order of gathering.
-        names: names of the buckets, for messages.
-        data: the data axis.
+        buckets: the buckets, in the order of gathering.
+        flats: number of a bucket -> its buffer.
         overlap: run in the background until `wait` or `wait_for`.
     """
 
     def __init__(
-        self, flats: Sequence[Tensor], names: Sequence[str], data: Axis, *, overlap: bool
+        self, buckets: Sequence[DataBucket], flats: Mapping[int, Tensor], *, overlap: bool
     ) -> None:
-        self._flats, self._names, self._data, self._overlap = flats, names, data, overlap
+        self._buckets, self._flats, self._overlap = buckets, flats, overlap
         self._works: dict[int, dist.Work] = {}
 
     def start(self) -> None:
         """Start gathering all buckets; every data rank calls it."""
         self.wait()
-        for number, flat in enumerate(self._flats):
-            share = flat.numel() // self._data.size
-            own = flat.narrow(0, self._data.rank * share, share)
-            with named_collective(self._names[number], self._data.ranks):
-                start = partial(all_gather_single, flat, own, group=self._data.group, async_op=True)
-                work = recorded("all_gather", flat.nbytes, self._data.group, start)
+        for number, bucket in enumerate(self._buckets):
+            flat, axis = self._flats[bucket.number], bucket.axis
+            if axis.size == 1:
+                continue
+            own = flat.narrow(0, axis.rank * bucket.place.share, bucket.place.share)
+            with named_collective(f"the parameters of {bucket.name}", axis.ranks):
+                start = partial(all_gather_single, flat, own, group=axis.group, async_op=True)
+                work = recorded("all_gather", flat.nbytes, axis.group, start)
             assert work is not None
             self._works[number] = work
             if not self._overlap:
@@ -206,7 +210,8 @@ class AllGather:
         for number in numbers:
             work = self._works.pop(number, None)
             if work is not None:
-                wait(work, self._names[number], self._data.ranks)
+                bucket = self._buckets[number]
+                wait(work, f"the parameters of {bucket.name}", bucket.axis.ranks)
 
     def wait(self) -> None:
         """Wait until all buckets are complete."""
@@ -324,16 +329,11 @@ class ZeroMasterParams(MasterParams):
         super().__init__(model, mesh, layout, precision, host, shard_axis=mesh.data)
         self._overlap = overlap
         self._reduce_scatter = ReduceScatter(
-            self.gradients, mesh.data, reduction, 1 if overlap == "nothing" else _WINDOW
+            self.gradients, mesh.data.size, reduction, 1 if overlap == "nothing" else _WINDOW
         )
         # As forward passes need them: late ones (embeddings, norms) first.
         order = sorted(layout.buckets, key=lambda bucket: (not bucket.late, -bucket.number))
-        self._all_gather = AllGather(
-            [self._flat_params[bucket.number] for bucket in order],
-            [f"the parameters of {bucket.name}" for bucket in order],
-            mesh.data,
-            overlap=overlap == "all",
-        )
+        self._all_gather = AllGather(order, self._flat_params, overlap=overlap == "all")
         self._gather_index = {bucket.number: index for index, bucket in enumerate(order)}
 
     def bucket_readiness(self, *, hooks: bool) -> BucketReadiness | None:
@@ -394,7 +394,8 @@ class ZeroMasterParams(MasterParams):
             whole = torch.zeros(parameter.shape, dtype=values[name].dtype, device=parameter.device)
             self._slice(name, whole).copy_(values[name])
             # All other ranks add zeros, which changes no bit.
-            all_reduce(whole, self.mesh.data)
+            if (axis := replicas_of(parameter, self.mesh)).size > 1:
+                all_reduce(whole, axis)
             gathered[name] = whole
         return gathered
 
@@ -404,9 +405,9 @@ def _layout(
 ) -> GradLayout:
     named = model.with_gradient
     sharding = ShardingSpec(
-        mesh.data.size,
-        mesh.data.rank,
+        mesh.data,
         reduce_bucket_size,
+        mesh.replica,
         partial={n for n, p in named if mesh.tensor.size > 1 and shard_of(p).partial_gradient},
         late={n for n, axis in model.tied.items() if axis.size > 1}
         | {n for n, copies in model.copies.items() if copies},

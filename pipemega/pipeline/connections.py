@@ -66,6 +66,8 @@ def nccl_communicators(topology: Topology, rank_of_stage: Sequence[int]) -> int:
     if topology.world_size == 1:
         return 0
     axes = sum(topology.size(axis) > 1 for axis in AXES)
+    # The axes of experts, unless they are the data axis.
+    axes += sum(1 < size < topology.data for size in (topology.expert, topology.replica))
     return 1 + axes + max(connections_per_rank(rank_of_stage))
 
 

@@ -19,7 +19,7 @@ On the CPU, gloo keeps sent rows and partial results until the answer of the sta
 what the stage sends to the shards until the end of the step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ from pipemega.optimizer.build_step import (
 )
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.optimizer.mixed_precision import Precision
+from pipemega.parameters import replicas_of
 from pipemega.pipeline.messages import tensors_of
 from pipemega.pipeline.model.stages import LocalModel
 from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
@@ -155,15 +156,22 @@ def _master_bytes(step: OptimizerStep | None, weights: list[Tensor]) -> int:
 def _staging_bytes(mesh: Mesh, local: LocalModel, step: OptimizerStep | None, state: int) -> int:
     """Return the bytes that this rank saves, up to the parts of tied and replicated parameters.
 
-    What all data ranks hold is divided among them.
+    What several data ranks hold is divided among them.
     """
+
+    def divided(tensors: Iterable[Tensor]) -> int:
+        return sum(t.nbytes // replicas_of(t, mesh).size for t in tensors)
+
     masters = {} if step is None else step.masters.named
     saved = frozenset[str]() if step is None else step.masters.saved_masters
-    slices = sum(masters[name].nbytes for name in saved)
-    whole = sum(p.nbytes for name, p in local.parameters.items() if name not in saved)
-    if step is None or step.masters.spans is None:
-        return (state + slices + whole) // mesh.data.size
-    return state + slices + whole // mesh.data.size
+    slices = [masters[name] for name in saved]
+    whole = divided(p for name, p in local.parameters.items() if name not in saved)
+    if step is not None and step.masters.spans is not None:
+        return state + sum(m.nbytes for m in slices) + whole
+    # The state of a parameter is as large as all others of its size.
+    trained = list(masters.values())
+    state = state * divided(trained) // max(1, sum(m.nbytes for m in trained))
+    return state + divided(slices) + whole
 
 
 def _state_bytes(optimizer: Optimizer) -> tuple[int, bool]:

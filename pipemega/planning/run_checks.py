@@ -16,8 +16,8 @@ from pipemega.config import Config
 from pipemega.config.batch import MICRO, RAMPUP, STEPS, TRAIN
 from pipemega.config.declarations import Rule
 from pipemega.config.sections.data_section import PATH_KEYS
+from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.config.sections.pipeline_sections import CostsSection, PlanFile
-from pipemega.config.sections.transformer_sections import GPTSection
 from pipemega.data.tokens.data_files import data_inputs, errors_of_eod, known_vocabulary
 from pipemega.distributed.topology import Topology
 from pipemega.pipeline.plan.channels import MessageOrder
@@ -61,8 +61,8 @@ def topology_of(config: Config, world: int | None) -> Topology:
     """
     mesh = config.mesh
     if world is None:
-        return Topology(mesh.pipeline, config.smallest_data_size, mesh.tensor)
-    return Topology.fit(world, mesh.pipeline, mesh.tensor, mesh.data)
+        return Topology(mesh.pipeline, config.smallest_data_size, mesh.tensor, mesh.expert)
+    return Topology.fit(world, mesh.pipeline, mesh.tensor, mesh.data, mesh.expert)
 
 
 def first_plan_of(config: Config, topology: Topology) -> Plan | None:

@@ -68,7 +68,7 @@ class Tracer(StepFeature):
         self._section, self._mesh, self._phases, self._ran = section, mesh, phases, ran
         self._clock = clock
         self._host = _boot_id() if host is None else host
-        self._takes_part = mesh.data.rank == 0 and mesh.tensor.rank == 0
+        self._takes_part = mesh.is_first_replica
         self._requested: bool | None = None  # argument of trace_next_step
         self._one_clock: bool | None = None
         self._clock_samples: tuple[ClockSample, ...] = ()

@@ -56,7 +56,7 @@ def image_shape(config: Config) -> tuple[int, int, int]:
         ConfigError: it takes no images.
     """
     mesh = config.mesh
-    topology = Topology(mesh.pipeline, config.smallest_data_size, mesh.tensor)
+    topology = Topology(mesh.pipeline, config.smallest_data_size, mesh.tensor, mesh.expert)
     inputs, _ = sample_from(ModelContext.of(config, topology))
     if isinstance(inputs, Tensor) and inputs.dim() == 4:
         _, channels, height, width = inputs.shape

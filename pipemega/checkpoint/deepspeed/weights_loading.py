@@ -72,7 +72,7 @@ def load_deepspeed(
     weights = ranks.run_on_all(lambda: read_deepspeed(path, read_options))
     stored = _by_run_name(in_run, others, weights, tied_of)
     _refuse_other_parts(stored, slices, mesh.tensor.size, path)
-    is_replica = mesh.data.rank > 0 or mesh.tensor.rank > 0
+    is_replica = not mesh.is_first_replica
     index = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
     found = differences.tensor_differences(index, shards, is_replica, ranks)
     if options.strict:

@@ -48,6 +48,10 @@ class MeshSection(Section):
     data: Count | Auto = own(
         "auto", 'Data-parallel size: copies of the model; `"auto"`: ranks / (tensor * pipeline).'
     )
+    expert: Count = own(
+        1,
+        "Expert-parallel size: data ranks that share the experts of a layer; divides `mesh.data`.",
+    )
     sequence_parallel: bool = own(
         False, "Megatron's sequence parallelism: norms and dropout on slices of the sequence."
     )
@@ -110,6 +114,22 @@ class MeshSection(Section):
                 f"mesh.device is a list of {counted(len(self.device), 'device')}, and "
                 f"mesh.pipeline is {self.pipeline}: give one device for each pipeline rank, or one "
                 f'for all: "device": "cuda"'
+            )
+
+    @rule("expert", "data")
+    def _experts_divide_the_data_ranks(self) -> Iterator[str]:
+        if self.data != "auto" and self.data % self.expert:
+            yield (
+                f"mesh.data ({self.data}) is not a multiple of mesh.expert ({self.expert}): each "
+                "group of that many data ranks shares the experts; change one of the two"
+            )
+
+    @rule("expert", "device")
+    def _experts_on_equal_devices(self) -> Iterator[str]:
+        if self.expert > 1 and self.mixed_devices:
+            yield (
+                f"mesh.expert ({self.expert}) needs equal devices on all ranks, and mesh.device is "
+                f"{show(self.device)}: set mesh.expert to 1, or mesh.device to one device"
             )
 
     @property

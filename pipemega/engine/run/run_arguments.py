@@ -245,7 +245,11 @@ def build_mesh_of(config: Config) -> Mesh:
     if not dist.is_initialized():
         checked_launch()
     topology = Topology.fit(
-        launched_world_size(), config.mesh.pipeline, config.mesh.tensor, config.mesh.data
+        launched_world_size(),
+        config.mesh.pipeline,
+        config.mesh.tensor,
+        config.mesh.data,
+        config.mesh.expert,
     )
     config.batch_sizes(topology.data)
     timeout = timedelta(seconds=config.mesh.timeout_seconds)

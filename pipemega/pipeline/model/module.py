@@ -12,7 +12,7 @@ Copies of module buffers, which a forward may change.
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -377,6 +377,7 @@ class BuildOptions:
         seed_layers: seed the constructors with seed + position, as DeepSpeed does.
         checkpoint_interval: layers per activation checkpoint; 0: the checkpoints of the model, if
             it has any.
+        expert: the expert axis, for layers with an `EXPERT_AXIS` argument.
     """
 
     tensor: Axis
@@ -384,6 +385,7 @@ class BuildOptions:
     seed: int
     seed_layers: bool = False
     checkpoint_interval: int = 0
+    expert: Axis = field(default_factory=partial(Axis, "expert"))
 
 
 class Stage(nn.Module):
@@ -509,7 +511,7 @@ def build_layer(spec: LayerSpec, position: int, options: BuildOptions) -> nn.Mod
         seed = options.seed + position
     with random.preserve_rng(options.device):
         random.seed_torch(seed, options.device)
-        layer = spec.build(options.tensor, options.device)
+        layer = spec.on_expert_axis(options.expert).build(options.tensor, options.device)
     for parameter in layer.parameters():
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
             # It has gaps or overlaps; collectives and fused optimizers walk the whole memory.

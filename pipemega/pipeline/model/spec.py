@@ -1,7 +1,8 @@
 """LayerSpec: the class and arguments of a layer that is built later.
 
 A model is a list of `LayerSpec`s; each pipeline rank builds only the layers of its stages. An
-argument that depends on the mesh is written as `TENSOR_AXIS` and replaced when the layer is built.
+argument that depends on the mesh is written as `TENSOR_AXIS` or `EXPERT_AXIS` and replaced when the
+layer is built.
 
 Finds trainable modules and parameters that a plain function uses.
 
@@ -122,15 +123,24 @@ def _loads(
             yield from _loads(constant, variables, namespace, None)
 
 
-class _TensorAxis:
-    """The type of `TENSOR_AXIS`."""
+class _AxisOfMesh:
+    """The type of `TENSOR_AXIS` and `EXPERT_AXIS`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __repr__(self) -> str:
-        return "TENSOR_AXIS"
+        return self._name
+
+    def __deepcopy__(self, memo: object) -> "_AxisOfMesh":
+        return self
 
 
-TENSOR_AXIS: Final = _TensorAxis()
+TENSOR_AXIS: Final = _AxisOfMesh("TENSOR_AXIS")
 """Placeholder in the arguments of a `LayerSpec` for the tensor axis of the mesh."""
+
+EXPERT_AXIS: Final = _AxisOfMesh("EXPERT_AXIS")
+"""Placeholder for the expert axis: the data ranks that share the experts of a layer."""
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -140,7 +150,8 @@ class LayerSpec:
 
     Args:
         typename: the class of the layer, or a callable that returns an `nn.Module`.
-        args, kwargs: the arguments of `typename`; `TENSOR_AXIS` is replaced by the tensor axis.
+        args, kwargs: the arguments of `typename`; `TENSOR_AXIS` and `EXPERT_AXIS` are replaced by
+            axes of the mesh.
         device: "cpu" or "cuda": the layer is in a stage on such a device; None: on any. It is not
             an argument of the layer, which is built on the device of its stage.
 
@@ -195,8 +206,8 @@ class LayerSpec:
         Raises:
             ConfigError: the constructor failed, or returned no module.
         """
-        args = [tensor if arg is TENSOR_AXIS else arg for arg in self.args]
-        kwargs = {key: tensor if arg is TENSOR_AXIS else arg for key, arg in self.kwargs.items()}
+        whole = self._replaced({TENSOR_AXIS: tensor, EXPERT_AXIS: Axis("expert")})
+        args, kwargs = whole.args, whole.kwargs
         try:
             with torch.device(device) if device is not None else nullcontext():
                 layer = self.typename(*args, **kwargs)
@@ -212,6 +223,20 @@ class LayerSpec:
                 on_every_rank=True,
             )
         return layer
+
+    def on_expert_axis(self, expert: Axis) -> "LayerSpec":
+        """Return the spec of the layer for this rank of the expert axis."""
+        given = (*self.args, *self.kwargs.values())
+        has_experts = any(arg is EXPERT_AXIS for arg in given)
+        return self._replaced({EXPERT_AXIS: expert}) if has_experts else self
+
+    def _replaced(self, axes: Mapping[Any, Axis]) -> "LayerSpec":
+        """Return a copy with axes in place of the placeholders."""
+        by_id = {id(placeholder): axis for placeholder, axis in axes.items()}
+        copied = copy.copy(self)
+        copied.args = tuple(by_id.get(id(arg), arg) for arg in self.args)
+        copied.kwargs = {key: by_id.get(id(arg), arg) for key, arg in self.kwargs.items()}
+        return copied
 
     @property
     def _advice(self) -> str:

@@ -35,7 +35,7 @@ from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.exchanges import all_reduce, broadcast, broadcast_tied
 from pipemega.distributed.mesh import Axis, Mesh, from_first, gather_objects
 from pipemega.errors import ConfigError
-from pipemega.parameters import shard_of
+from pipemega.parameters import replicas_of, shard_of
 from pipemega.pipeline.executor import run_backward
 from pipemega.pipeline.messages import collect_gradients
 from pipemega.pipeline.microbatch_loss import Loss, weighted_loss
@@ -200,9 +200,11 @@ def make_replicas_equal(net: PipelineModule, mesh: Mesh, local: LocalModel) -> N
             if not net.has_built_tensors(position):
                 continue
             for tensor in [*layer.parameters(), *layer.buffers()]:
-                for axis in (mesh.data, mesh.tensor):
-                    replicated = axis is mesh.data or shard_of(tensor).dim is None
-                    if axis.size > 1 and replicated:
+                axes = [replicas_of(tensor, mesh)]
+                if shard_of(tensor).dim is None:
+                    axes.append(mesh.tensor)
+                for axis in axes:
+                    if axis.size > 1:
                         broadcast(tensor.data, axis.ranks[0], axis)
     with torch.no_grad():
         for name in sorted(local.tied):
@@ -471,7 +473,7 @@ def gather_full_tensors(
         sizes = [math.prod(shapes[name][0]) for name in names]
         bucket = torch.zeros(sum(sizes), dtype=shapes[names[0]][1], device=mesh.device)
         for name, full in zip(names, bucket.split_with_sizes(sizes), strict=True):
-            if name in owned and mesh.data.rank == 0:
+            if name in owned and replicas_of(owned[name], mesh).rank == 0:
                 shard = shard_of(owned[name])
                 if shard.dim is not None or mesh.tensor.rank == 0:
                     shard.copy_to_full(values[name], full.view(shard.shape))

@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from pipemega.config import load
-from pipemega.distributed.mesh import Axis
+from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import ConfigError
 from pipemega.optimizer.gradients import (
     DataReduction,
@@ -25,11 +26,10 @@ from tests.ranks.logical_model import SHAPES, local_model, mesh_of, whole_gradie
 MESHES = [
     sizes for sizes in itertools.product((1, 2), repeat=3) if 2 <= math.prod(sizes) <= 4
 ]  # (pipeline, data, tensor)
-SINGLE = {name: Axis(name) for name in ("tensor", "data")}
 
 
-def squared_norms(buffer, num_layers=1, **axes):
-    return GradientNorms(buffer, num_layers=num_layers, device=torch.device("cpu"), **axes)()
+def squared_norms(buffer, num_layers=1, tied=None, **axes):
+    return GradientNorms(buffer, replace(Mesh.single(), **axes), tied or {}, num_layers)()
 
 
 def reduce_and_compare_with_whole(sizes):
@@ -192,7 +192,7 @@ def test_a_nonfinite_gradient_is_detected_on_ranks_that_do_not_count_it(bad):
     buffer = GradientBuffer([("w", weight)])
     buffer.view(weight)[1] = bad
     second = Axis("tensor", (0, 1), 1)  # a replica: the first tensor rank counts it
-    share = squared_norms(buffer, tensor=second, data=Axis("data"), tied={})
+    share = squared_norms(buffer, tensor=second)
     assert share.tolist() == [0, 1]
 
 
@@ -200,7 +200,7 @@ def test_the_norm_of_the_largest_fp32_gradients_does_not_overflow():
     weight = nn.Parameter(torch.ones(1000))
     buffer = GradientBuffer([("w", weight)])
     buffer.view(weight).fill_(3e38)
-    share = squared_norms(buffer, **SINGLE, tied={})
+    share = squared_norms(buffer)
     assert math.sqrt(share[0]) == pytest.approx(3e38 * math.sqrt(1000), rel=1e-6)
     assert share[1] == 0
 
@@ -208,4 +208,4 @@ def test_the_norm_of_the_largest_fp32_gradients_does_not_overflow():
 def test_a_rank_without_trainable_parameters_contributes_zero():
     buffer = GradientBuffer([])
     buffer.zero()
-    assert squared_norms(buffer, **SINGLE, tied={}).tolist() == [0, 0]
+    assert squared_norms(buffer).tolist() == [0, 0]

@@ -84,18 +84,18 @@ class _DelayedWork:
 
 def train_with_late_parameters(configs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Run `train_all` with copies of sent gradients and delayed writes of gathered parameters."""
-    gather, send = zero.all_gather_single, ReduceScatter._send
+    gather, send = zero.all_gather_single, zero._send
 
     def delayed_gather(flat: Tensor, own: Tensor, **settings: Any) -> _DelayedWork:
         received = torch.empty_like(flat)
         return _DelayedWork(gather(received, own.clone(), **settings), received, flat)
 
-    def copying_send(self: ReduceScatter, sent: Tensor, share: int) -> Any:
-        return send(self, sent.clone(), share)
+    def copying_send(sent: Tensor, share: int, axis: Axis) -> Any:
+        return send(sent.clone(), share, axis)
 
     with (
         patch.object(zero, "all_gather_single", delayed_gather),
-        patch.object(ReduceScatter, "_send", copying_send),
+        patch.object(zero, "_send", copying_send),
     ):
         return train_all([(config, "float32") for config in configs])
 
@@ -192,7 +192,7 @@ def sum_of_buckets(dtype: torch.dtype | None, window: int) -> tuple[list[float],
     ranks, rank = dist.get_world_size(), dist.get_rank()
     axis = Axis("data", tuple(range(ranks)), rank, dist.group.WORLD)
     named = [(f"p{i}", nn.Parameter(torch.zeros(size))) for i, size in enumerate((100, 7, 300))]
-    layout = bucketed_layout(named, None, ShardingSpec(ranks, rank, 128))
+    layout = bucketed_layout(named, None, ShardingSpec(axis, 128))
     gradients = GradientBuffer(named, layout=layout)
     inputs = [
         torch.randn(layout.sizes[torch.float32], generator=torch.Generator().manual_seed(r))
@@ -200,7 +200,7 @@ def sum_of_buckets(dtype: torch.dtype | None, window: int) -> tuple[list[float],
     ]
     flat = gradients.flats[torch.float32]
     flat.copy_(inputs[rank])
-    scatter = ReduceScatter(gradients, axis, DataReduction(dtype=dtype), window)
+    scatter = ReduceScatter(gradients, ranks, DataReduction(dtype=dtype), window)
     scatter.finish()
     want = inputs[0].to(dtype or torch.float32)
     for other in inputs[1:]:
@@ -215,14 +215,16 @@ def sum_of_buckets(dtype: torch.dtype | None, window: int) -> tuple[list[float],
 def gathered(overlap: bool) -> list[float]:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     axis = Axis("data", tuple(range(ranks)), rank, dist.group.WORLD)
-    flats = [torch.zeros(ranks * 2) for _ in range(3)]
+    named = [(name, nn.Parameter(torch.zeros(ranks * 64))) for name in "cba"]
+    layout = bucketed_layout(named, None, ShardingSpec(axis, 1))
+    flats = [torch.zeros(ranks * 64) for _ in layout.buckets]
     for number, flat in enumerate(flats):
-        flat[2 * rank : 2 * rank + 2] = 10.0 * number + rank
-    gather = AllGather(flats, ["a", "b", "c"], axis, overlap=overlap)
+        flat[64 * rank : 64 * rank + 64] = 10.0 * number + rank
+    gather = AllGather(layout.buckets, dict(enumerate(flats)), overlap=overlap)
     gather.start()
     gather.wait_for((1,))
     gather.wait()
-    return [float(x) for flat in flats for x in flat]
+    return [float(x) for flat in flats for x in flat[::32]]
 
 
 def one_rank_does_not_join() -> str:
@@ -234,13 +236,8 @@ def one_rank_does_not_join() -> str:
         dist.barrier()
         return ""
     named = [("layers.0.weight", nn.Parameter(torch.zeros(9)))]
-    layout = bucketed_layout(named, None, ShardingSpec(2, 0, 64))
-    scatter = ReduceScatter(
-        GradientBuffer(named, layout=layout),
-        Axis("data", (0, 1), 0, group),
-        DataReduction(),
-        window=1,
-    )
+    layout = bucketed_layout(named, None, ShardingSpec(Axis("data", (0, 1), 0, group), 64))
+    scatter = ReduceScatter(GradientBuffer(named, layout=layout), 2, DataReduction(), window=1)
     try:
         scatter.finish()
     except PipelineError as error:

@@ -17,7 +17,8 @@ def named(**sizes):
 
 
 def sharding(ranks=2, rank=0, reduce_bucket_size=256, **kinds):
-    return ShardingSpec(ranks, rank, reduce_bucket_size, **kinds)
+    data = Axis("data", tuple(range(ranks)), rank)
+    return ShardingSpec(data, reduce_bucket_size, **kinds)
 
 
 def test_buckets_fill_in_the_order_of_the_backward_and_late_gradients_come_last():

@@ -1,6 +1,7 @@
 """The squared norm of the gradients of each layer, in one process."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,13 +9,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipemega.distributed.mesh import Axis
+from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.optimizer import step_outcome
 from pipemega.optimizer.gradients import GradientBuffer, ShardingSpec, bucketed_layout
 from pipemega.optimizer.step_outcome import GradientNorms, square_sums
 from pipemega.parameters import Shard, attach_shard
 
-SINGLE = {name: Axis(name) for name in ("tensor", "data")}
 Named = list[tuple[str, nn.Parameter]]
 
 
@@ -46,9 +46,8 @@ def filled(named: Named, buffer: GradientBuffer) -> GradientBuffer:
 
 def norms(buffer: GradientBuffer, num_layers: int, **axes: Any) -> GradientNorms:
     device = next(iter(buffer.flats.values())).device
-    return GradientNorms(
-        buffer, **{**SINGLE, "tied": {}, **axes}, num_layers=num_layers, device=device
-    )
+    tied = axes.pop("tied", {})
+    return GradientNorms(buffer, replace(Mesh.single(device), **axes), tied, num_layers)
 
 
 class Operations(TorchDispatchMode):
@@ -91,10 +90,11 @@ def test_the_norm_of_each_layer_is_that_of_its_gradients(
     for rank in range(ranks):
         named = model([0, 2, 4])
         # Small buckets: their slices divide layers, and parameters, between the ranks.
-        spec = ShardingSpec(ranks, rank, 150, partial={n for n, _ in named if "norm" in n})
+        data = Axis("data", tuple(range(ranks)), rank)
+        spec = ShardingSpec(data, 150, partial={n for n, _ in named if "norm" in n})
         layout = None if ranks == 1 else bucketed_layout(named, None, spec)
         buffer = filled(named, GradientBuffer(named, layout=layout))
-        total += norms(buffer, 5, data=Axis("data", tuple(range(ranks)), rank))()
+        total += norms(buffer, 5, data=data)()
     expected = [0.0] * 6
     for name, parameter in named:
         gradient = buffer.view(parameter).double()

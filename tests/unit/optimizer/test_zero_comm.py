@@ -48,12 +48,11 @@ def reduction_on_a_device(
         (f"layers.{i}.weight", nn.Parameter(torch.empty(100, device="meta")))
         for i in range(NUM_BUCKETS)
     ]
-    layout = bucketed_layout(named, None, ShardingSpec(2, 1, 100))
+    layout = bucketed_layout(named, None, ShardingSpec(Axis("data", (0, 1), 1), 100))
     assert len(layout.buckets) == NUM_BUCKETS
     gradients, calls = GradientBuffer(named, layout=layout), Calls()
     monkeypatch.setattr(zero, "reduce_scatter_single", calls.reduce_scatter)
-    data = Axis("data", (0, 1), 1)
-    return ReduceScatter(gradients, data, DataReduction(dtype=dtype), window), gradients, calls
+    return ReduceScatter(gradients, 2, DataReduction(dtype=dtype), window), gradients, calls
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
