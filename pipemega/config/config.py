@@ -42,6 +42,8 @@ from pipemega.config.sections.data_section import (
     errors_of_padding,
     warnings_of_evaluation,
 )
+from pipemega.config.sections.expert_keys import errors_of_experts
+from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.config.sections.hf_section import HFSection, errors_of_positions
 from pipemega.config.sections.image_model_sections import ResNetSection, ViTSection
 from pipemega.config.sections.monitor_sections import (
@@ -86,7 +88,7 @@ from pipemega.config.sections.scheduler_section import (
     count_samples,
     errors_of_length,
 )
-from pipemega.config.sections.transformer_sections import GPTSection, TransformerSection
+from pipemega.config.sections.transformer_sections import TransformerSection
 from pipemega.config.source import KeyPath, all_problems, dotted, show
 from pipemega.errors import ConfigError
 
@@ -334,7 +336,7 @@ class Config(BatchKeys, RunKeys, GradientKeys, MonitorKeys, UnsupportedKeys):
         micro, steps = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
         if self.train_batch_size and micro and steps:
             return max(1, self.train_batch_size // (micro * steps))
-        return 1
+        return self.mesh.expert
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -458,11 +460,15 @@ def _stages(config: Config) -> Iterator[str]:
 _SHARDED_KEYS = (
     "model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size",
     "model.hidden_size", "model.swiglu", "model.seq_length", "model.pad_vocab_size_to",
+    "model.num_experts", "model.moe_ffn_hidden_size", "model.moe_shared_expert_intermediate_size",
 )  # fmt: skip
 _RULES = (
     Rule(("fp16.enabled", "bf16.enabled"), _one_precision),
     Rule(("fp8.enabled", "bf16.enabled", "fp16.enabled"), _fp8_with_bf16),
-    Rule(("mesh.tensor", "mesh.sequence_parallel", *_SHARDED_KEYS), _model_on_mesh),
+    Rule(
+        ("mesh.tensor", "mesh.expert", "mesh.sequence_parallel", *_SHARDED_KEYS), _model_on_mesh
+    ),
+    Rule(("mesh.expert", "model.type", "optimizer.type"), errors_of_experts),
     Rule(
         ("mesh.pipeline", "pipeline.stages", "pipeline.chunks", "pipeline.schedule",
          "model.num_layers"),

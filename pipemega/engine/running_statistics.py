@@ -1,6 +1,7 @@
 """Warns about layers with running statistics, which micro-batches and data ranks update apart.
 
-Updates the running statistics of DeferredBatchNorms, once for each step that is not skipped.
+Updates the statistics of DeferredBatchNorms and of the routers of experts, once for each step that
+is not skipped.
 """
 
 from collections import deque
@@ -15,13 +16,13 @@ from pipemega.distributed.exchanges import all_reduce
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.optimizer import StepReport
-from pipemega.pipeline.model.batch_norm import DeferredBatchNorm, deferred_batch_norms
+from pipemega.pipeline.model.batch_norm import DeferredBatchNorm, deferred_statistics
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel
 from pipemega.printing import listed
 
 
-class BatchNormUpdates:
+class StatisticsUpdates:
     """The updates of the layers on one rank.
 
     With `pipeline.optimizer_sync: "post_validate"` the report of a step arrives after forwards of
@@ -33,7 +34,7 @@ class BatchNormUpdates:
     """
 
     def __init__(self, model: LocalModel, data: Axis) -> None:
-        self._layers, self._data = deferred_batch_norms(model.stages.values()), data
+        self._layers, self._data = deferred_statistics(model.stages.values()), data
         # Of the steps without a final report, oldest first.
         self._sums: deque[list[Tensor]] = deque()
 
@@ -62,7 +63,7 @@ class BatchNormUpdates:
         self._sums.append(list(torch.split(sums, [layer.sums.numel() for layer in self._layers])))
 
     def on_report(self, report: StepReport) -> None:
-        """Update the running statistics, unless the oldest step without a report was skipped."""
+        """Update the statistics, unless the oldest step without a report was skipped."""
         if not self._sums:
             return
         for layer, sums in zip(self._layers, self._sums.popleft(), strict=True):

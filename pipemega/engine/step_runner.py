@@ -14,18 +14,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.diagnostics.nan_origin import NonFiniteLocator
-from pipemega.distributed.device_waits import synchronize
+from pipemega.distributed.device_waits import synchronize, wait
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.engine_parts import Components
 from pipemega.engine.evaluation import Evaluator
 from pipemega.engine.run.batch_reader import BatchReader, StepData
 from pipemega.engine.run.training_data import TrainingData, share_of
-from pipemega.engine.running_statistics import BatchNormUpdates
+from pipemega.engine.running_statistics import StatisticsUpdates
 from pipemega.engine.stage_mover import BuiltModules, describe_cut
 from pipemega.engine.train_step import MeasureBusyTime, PlanChange, StepFeature, TrainStep
 from pipemega.errors import ConfigError, PipemegaError
@@ -91,6 +93,7 @@ class StepRunner:
         self.stages, self.stages_were_read = nn.ModuleList(), False
         self.global_steps, self.consumed_samples, self.stop_requested = 0, 0, False
         self.step_samples, self.epoch = 0, 0
+        self._weight_per_sample: Callable[[], float] = partial(float, 1)
         self.data = TrainingData(config, mesh, components.loader)
         self.optimizer_step = step = components.optimizer_step
         if step is not None:
@@ -118,7 +121,7 @@ class StepRunner:
         """Run, read, evaluate, trace and profile with these stages from now on."""
         config, mesh, step = self.config, self.mesh, self.optimizer_step
         self.model, self.executor = model, executor
-        self._batch_norms = BatchNormUpdates(model, mesh.data)
+        self._statistics = StatisticsUpdates(model, mesh.data)
         self.stages._modules.clear()
         self.stages.extend(model.modules)
         self._speculative: SpeculativeRunner | None = None
@@ -187,7 +190,8 @@ class StepRunner:
         is_frozen_anew = self.reader.signalled
         data = self._with_final_stages(data)
         self._freeze(is_frozen_anew)
-        with self.locator.add_origin_to_errors(), self._batch_norms.dropped_on_error():
+        self._weight_per_sample = self._start_weight(data)
+        with self.locator.add_origin_to_errors(), self._statistics.dropped_on_error():
             self._load_kernels(data)
             step, recorder = self.begin(data)
             micro_batches = partial(self._micro_batches, step, keep_outputs)
@@ -292,7 +296,37 @@ class StepRunner:
             shares=data.shares,
             keep_outputs=keep_outputs,
             counted=data.counted,
+            weight_per_sample=self._weight_per_sample,
         )
+
+    def _start_weight(self, data: StepData) -> Callable[[], float]:
+        """Start to sum the weights of the losses of a step; return what waits for it.
+
+        Only auxiliary losses need it before the end of the step. Collective over the world, without
+        a wait, if the loss depends on the labels that are ignored.
+        """
+        weight_of = getattr(self.model.loss_fn, "weight_of_labels", None)
+        if weight_of is None:
+            return partial(float, 1)
+        if self.config.training.loss_reduction == "micro_batch":
+            return lambda: 1 / self.batch.micro_batch_size
+        shares, labels = data.shares or (1.0,) * len(data.inputs), data.labels
+        if data.pairs is not None:
+            labels = [pair[1] for pair in data.pairs]  # on the host
+        own = 0.0
+        if self.plan.rank_of_stage[-1] == self.mesh.pipeline.rank and self.mesh.tensor.rank == 0:
+            own = sum(float(weight_of(x)) for x, share in zip(labels, shares, strict=True) if share)
+        weight, world = torch.tensor(own, dtype=torch.float64, device="cpu"), self.mesh.world
+        works = list[dist.Work]()
+        if world.size > 1:
+            works += [dist.all_reduce(weight, group=world.group, async_op=True)]
+
+        def per_sample() -> float:
+            while works:
+                wait(works.pop(), "the weights of the losses of a step", world.ranks)
+            return weight.item() / data.num_samples
+
+        return per_sample
 
     def _forward_backward(
         self,
@@ -317,7 +351,7 @@ class StepRunner:
     ) -> StepReport:
         """Update the parameters after all backwards of `step`, count it, and return its report."""
         assert self.optimizer_step is not None
-        self._batch_norms.end_step()
+        self._statistics.end_step()
         with self.timers("optimizer"):
             report = self.optimizer_step(
                 *results.losses.totals(self.mesh),
@@ -417,7 +451,7 @@ class StepRunner:
         for unchecked in self.optimizer_step.take_reports() if self.optimizer_step else ():
             report = replace(unchecked, origin=self.locator.check(unchecked))
             self.reports.append(report)
-            self._batch_norms.on_report(report)
+            self._statistics.on_report(report)
             for feature in self.features:
                 feature.on_report(report)
 

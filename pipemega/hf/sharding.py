@@ -349,11 +349,11 @@ def experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor
     chosen = index.shape[-1]
     expert, order = torch.sort(index.reshape(-1), stable=True)  # [tokens * chosen]
     product = getattr(experts, "grouped_product", grouped_linear)
-    counts = _tokens_per_expert(expert, experts.num_experts)
+    sizes = _tokens_per_expert(expert, experts.num_experts)
 
     def apply(x: Tensor, name: str) -> Tensor:
         weight = getattr(experts, name)
-        y: Tensor = product(x, weight, counts, experts.is_transposed)
+        y: Tensor = product(x, weight, sizes, experts.is_transposed)
         return y + getattr(experts, f"{name}_bias")[expert] if experts.has_bias else y
 
     x = hidden[order // chosen]
@@ -370,11 +370,12 @@ def experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor
     return x[back].view(len(hidden), chosen, -1).sum(1).to(hidden.dtype)
 
 
-def _tokens_per_expert(expert: Tensor, num_experts: int) -> Tensor:
+def _tokens_per_expert(expert: Tensor, num_experts: int) -> list[int]:
     """Return the number of entries of each expert; equal shares on the meta device."""
     if expert.is_meta:
-        return torch.tensor([len(e) for e in torch.tensor_split(expert, num_experts)], device="cpu")
-    return torch.bincount(expert, minlength=num_experts)
+        return [len(e) for e in torch.tensor_split(expert, num_experts)]
+    sizes: list[int] = torch.bincount(expert, minlength=num_experts).tolist()
+    return sizes
 
 
 # Rows per rank are a multiple of this number, if there are several tensor ranks.

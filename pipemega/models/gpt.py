@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipemega.config import Config
-from pipemega.config.sections.transformer_sections import GPTSection
+from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, DataError
 from pipemega.kernels import Kernels
@@ -50,12 +50,13 @@ from pipemega.models.transformer_block import (
     gpt_default,
     hidden_norm,
 )
+from pipemega.moe.router import RouterConfig
 from pipemega.monitor import gpt_flops_per_token
 from pipemega.parameters import Shard, attach_shard, even_share, normal
 from pipemega.pipeline.messages import collect_gradients
 from pipemega.pipeline.microbatch_loss import WeightedLoss
 from pipemega.pipeline.model.module import PipelineModule
-from pipemega.pipeline.model.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
+from pipemega.pipeline.model.spec import EXPERT_AXIS, TENSOR_AXIS, LayerSpec, TiedLayerSpec
 from pipemega.pipeline.model.vocabulary_shard import EmbeddedInputs, VocabularySplit
 from pipemega.tensor_parallel import (
     DeferredLogits,
@@ -131,9 +132,38 @@ class GPTConfig(BlockConfig):
                 "num_query_groups": section.query_groups,
                 "kv_channels": section.head_size,
                 "rope_scaling": scaling,
+                **_expert_options(section),
                 "sequence_parallel": config.mesh.sequence_parallel and config.mesh.tensor > 1,
             }
         )
+
+
+def _expert_options(section: GPTSection) -> dict[str, Any]:
+    """Return the options of `BlockConfig` for experts."""
+    s = section
+    if s.num_experts is None:
+        return {}
+    router = RouterConfig(
+        num_experts=s.num_experts,
+        topk=s.moe_router_topk,
+        score_function=s.moe_router_score_function,
+        pre_softmax=s.moe_router_pre_softmax,
+        num_groups=s.moe_router_num_groups,
+        group_topk=s.moe_router_group_topk,
+        topk_scaling_factor=s.moe_router_topk_scaling_factor,
+        load_balancing_type=s.moe_router_load_balancing_type,
+        aux_loss_coeff=s.moe_aux_loss_coeff,
+        z_loss_coeff=s.moe_z_loss_coeff,
+        expert_bias=s.moe_router_enable_expert_bias,
+        bias_update_rate=s.moe_router_bias_update_rate,
+    )
+    return {
+        "experts": router,
+        "expert_layers": s.expert_layers,
+        "expert_ffn_hidden_size": s.expert_size,
+        "shared_expert_size": s.moe_shared_expert_intermediate_size,
+        "shared_expert_gate": s.moe_shared_expert_gate,
+    }
 
 
 def gpt_vocabulary(config: GPTConfig, per_token: Any) -> VocabularySplit:
@@ -206,10 +236,19 @@ class SumOfTokenLosses(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self._length = config.seq_length
+        self.weight_of_labels = _label_weight(config)
 
     def forward(self, losses: Tensor, labels: Tensor) -> WeightedLoss:
         num_tokens = (labels != -100).sum().to(losses.dtype)
         return WeightedLoss(losses.sum() / self._length, num_tokens / self._length)
+
+
+def _label_weight(config: GPTConfig) -> Callable[[Tensor], float] | None:
+    """Return what computes the weight of the loss from labels, if auxiliary losses need it."""
+    router, length = config.experts, config.seq_length
+    if router is None or not (router.aux_loss_coeff or router.z_loss_coeff):
+        return None
+    return lambda labels: int((labels != -100).sum()) / length
 
 
 GPTInputs = Tensor | tuple[Tensor, Tensor] | dict[str, Tensor]
@@ -242,7 +281,10 @@ def gpt(
         [
             vocabulary_layer(TokenEmbedding),
             LayerSpec(Positions, c, kernels, TENSOR_AXIS),
-            *(LayerSpec(Block, c, kernels, TENSOR_AXIS) for _ in range(c.num_layers)),
+            *(
+                LayerSpec(Block, c, kernels, TENSOR_AXIS, *((EXPERT_AXIS,) if has_experts else ()))
+                for has_experts in c.expert_layers or (False,) * c.num_layers
+            ),
             LayerSpec(FinalNorm, c, kernels, TENSOR_AXIS),
             vocabulary_layer(VocabParallelHead),
         ],
@@ -369,6 +411,7 @@ class GPTLoss(nn.Module):
     def __init__(self, config: GPTConfig, axis: Axis) -> None:
         super().__init__()
         self._axis, self._config = axis, config
+        self.weight_of_labels = _label_weight(config)
 
     def forward(self, logits: Tensor | DeferredLogits, labels: Tensor) -> WeightedLoss:
         c = self._config
@@ -464,7 +507,7 @@ def flops_per_token(section: GPTSection, context: ModelContext) -> float:
         num_layers=section.num_layers,
         hidden_size=section.hidden_size,
         num_attention_heads=section.num_attention_heads,
-        ffn_hidden_size=section.feed_forward_size,
+        ffn_hidden_size=section.active_feed_forward_size,
         seq_length=section.seq_length,
         vocab_size=known_vocabulary_size(context),
         num_query_groups=section.query_groups,

@@ -12,7 +12,8 @@ Source: Huang et al. 2016, arXiv:1603.09382.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +22,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipemega.config.sections.transformer_sections import GPTSection
+from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.distributed.mesh import Axis
 from pipemega.kernels import Kernels
 from pipemega.models.attention import (
@@ -32,7 +33,9 @@ from pipemega.models.attention import (
     takes_block_mask,
 )
 from pipemega.models.rotary import RopeScaling, Rotary
-from pipemega.parameters import mark_partial_gradient, normal
+from pipemega.moe.experts import Experts, MixtureOfExperts
+from pipemega.moe.router import Router, RouterConfig
+from pipemega.parameters import Shard, attach_shard, mark_partial_gradient, normal
 from pipemega.pipeline.model.recompute import ActivationCheckpoints, recompute
 from pipemega.random import sharded_rng
 from pipemega.tensor_parallel import ColumnParallelLinear, Dropout, RowParallelLinear
@@ -49,6 +52,10 @@ class BlockConfig:
     """Sizes and options of the blocks with Megatron's names; the defaults come from `GPTSection`.
 
     Args:
+        experts: the router of the layers with experts; None: all layers are dense.
+        expert_layers: whether each block has experts.
+        expert_ffn_hidden_size: feed-forward size of an expert.
+        shared_expert_size, shared_expert_gate: the expert that gets all tokens, and its gate.
         causal: a position sees itself and earlier ones; else all.
         padded_from: first position that is padding, which makes the sequence a multiple of the
             tensor ranks; None: there is none.
@@ -87,6 +94,11 @@ class BlockConfig:
         "recompute_keep"
     )
     sequence_parallel: bool = False
+    experts: RouterConfig | None = None
+    expert_layers: tuple[bool, ...] = ()
+    expert_ffn_hidden_size: int = 0
+    shared_expert_size: int | None = None
+    shared_expert_gate: bool = False
     causal: bool = True
     padded_from: int | None = None
 
@@ -260,13 +272,17 @@ class Block(nn.Module):
         hidden [batch, sequence (/ T), hidden]  ->  the same
     """
 
-    def __init__(self, config: BlockConfig, kernels: Kernels, axis: Axis) -> None:
+    def __init__(
+        self, config: BlockConfig, kernels: Kernels, axis: Axis, experts: Axis | None = None
+    ) -> None:
         super().__init__()
         c = config
         self.attention_norm = hidden_norm(c, kernels)
         self.attention = Attention(c, kernels, axis)
         self.mlp_norm = hidden_norm(c, kernels)
-        self.mlp = MLP(c, axis)
+        self.mlp = MLP(c, axis) if experts is None else mixture(c, axis, experts)
+        if experts is not None:
+            self.uncompiled_reason = "its sizes depend on the experts that the router chooses"
         self.dropout: nn.Module = Dropout(
             c.hidden_dropout,
             axis=axis,
@@ -284,8 +300,17 @@ class Block(nn.Module):
         hidden, *per_token = inputs if isinstance(inputs, tuple) else (inputs,)
         # No name holds the output of the attention while the MLP runs.
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), *per_token))
-        hidden = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        normed = self.mlp_norm(hidden)
+        hidden = hidden + self.dropout(self._feed_forward(normed, *per_token))
         return (hidden, *per_token) if per_token else hidden
+
+    def _feed_forward(
+        self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        if not isinstance(self.mlp, MixtureOfExperts) or documents is None:
+            return self.mlp(x)  # type: ignore[no-any-return]
+        # Padding is no part of a document.
+        return self.mlp(x, documents >= 0)  # type: ignore[no-any-return]
 
 
 def _keeping_forward(block: Block, keep: tuple[str, ...], inputs: Hidden) -> Hidden:
@@ -310,7 +335,7 @@ class MLP(nn.Module):
     def __init__(self, config: BlockConfig, axis: Axis) -> None:
         super().__init__()
         c = config
-        self._swiglu, self._squared_relu = c.swiglu, c.squared_relu
+        self._activation = activation_of(c)
         # A recomputation of the block needs it for a dropout after it only.
         self.output_is_kept = c.hidden_dropout > 0
         size = c.ffn_hidden_size
@@ -318,14 +343,65 @@ class MLP(nn.Module):
         self.down = row_parallel(c, size, axis)
 
     def forward(self, x: Tensor) -> Tensor:
-        up = self.up(x)  # [batch, sequence, (2) ffn / T]
-        if self._swiglu:
-            gate, up = up.chunk(2, dim=-1)
-            activated = F.silu(gate) * up
-        else:
-            activated = F.relu(up).square() if self._squared_relu else F.gelu(up)
+        activated = self._activation(self.up(x))  # [batch, sequence, (2) ffn / T] -> [.., ffn / T]
         down: Tensor = self.down(activated) if self.output_is_kept else unkept(self.down, activated)
         return down
+
+
+def activation_of(config: BlockConfig) -> Callable[[Tensor], Tensor]:
+    """Return the function between up, with SwiGLU the gate and up, and down."""
+    if config.swiglu:
+        return _swiglu
+    return _squared_relu if config.squared_relu else F.gelu
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def mixture(config: BlockConfig, axis: Axis, expert: Axis) -> MixtureOfExperts:
+    """Return the mixture of experts of a block.
+
+    Args:
+        axis, expert: the tensor axis and the expert axis of the mesh.
+    """
+    c, router = config, config.experts
+    assert router is not None
+    up = normal(c.init_method_std)
+    experts = Experts(
+        router.num_experts,
+        c.hidden_size,
+        c.expert_ffn_hidden_size,
+        gated=c.swiglu,
+        activation=activation_of(c),
+        up_init=up,
+        down_init=normal(c.init_method_std / math.sqrt(2 * c.num_layers)),
+        bias=c.add_bias_linear,
+        expert=expert,
+        tensor=axis,
+    )
+    shared: nn.Module | None = None
+    gate: nn.Linear | None = None
+    if c.shared_expert_size is not None:
+        shared = MLP(replace(c, ffn_hidden_size=c.shared_expert_size), axis)
+        if c.shared_expert_gate:
+            gate = nn.Linear(c.hidden_size, 1, bias=False)
+            shard = Shard((1, c.hidden_size), partial_gradient=c.sequence_parallel, init_method=up)
+            gate.weight = attach_shard(nn.Parameter(gate.weight), shard)
+    return MixtureOfExperts(
+        Router(router, c.hidden_size, up),
+        experts,
+        shared=shared,
+        shared_gate=gate,
+        expert=expert,
+        tensor=axis,
+        sequence_parallel=c.sequence_parallel,
+    )
 
 
 class DropPath(nn.Module):

@@ -60,7 +60,7 @@ from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, DataError
 from pipemega.kernels import Kernels
 from pipemega.models.build_model import ModelContext, with_values
-from pipemega.models.transformer_block import Block, BlockConfig, DropPath, drop_path_rate
+from pipemega.models.transformer_block import MLP, Block, BlockConfig, DropPath, drop_path_rate
 from pipemega.parameters import InitMethod, attach_shard, even_share, normal, shard_of
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.spec import TENSOR_AXIS, LayerSpec
@@ -437,6 +437,7 @@ class ViTBlock(Block):
     def __init__(self, config: ViTConfig, kernels: Kernels, axis: Axis, drop_path: float) -> None:
         super().__init__(config, kernels, axis)
         initialize_linear(self.attention.qkv, config.init, blocks=3)
+        assert isinstance(self.mlp, MLP), "a ViT has no experts"
         for linear in (self.attention.output, self.mlp.up, self.mlp.down):
             initialize_linear(linear, config.init)
         if drop_path:

@@ -51,7 +51,7 @@ def gpt_flops_per_token(
     num_layers: int,
     hidden_size: int,
     num_attention_heads: int,
-    ffn_hidden_size: int,
+    ffn_hidden_size: float,
     seq_length: int,
     vocab_size: int,
     num_query_groups: int | None = None,
@@ -72,7 +72,8 @@ def gpt_flops_per_token(
     norms and the recomputation of activation checkpointing are not counted.
 
     Args:
-        ffn_hidden_size: hidden width of the feed-forward block; with SwiGLU, the width of one half.
+        ffn_hidden_size: hidden width of the feed-forward block; with SwiGLU, the width of one half;
+            with experts, the sum of the experts of a token, as a mean over the layers.
         vocab_size: rows of the head.  Megatron counts the padded ones.
         num_query_groups: heads of key and value; None: as many as query heads.
         kv_channels: size of one head; None: hidden_size / num_attention_heads.

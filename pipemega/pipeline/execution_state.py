@@ -58,6 +58,8 @@ class MicroBatches:
         keep_outputs: also return the outputs of the last layer.
         on_output: called with (outputs, labels) of each micro-batch, on the rank of the last stage.
         discard_grads: do not start reductions; the gradients are discarded.
+        weight_per_sample: returns the weight of the losses of the step, over its samples, of which
+            auxiliary losses are means; called in backward, and only by layers that have some.
         counted: the number of labels of each micro-batch that are not -100, where the host knows
             it; empty on a CPU.
     """
@@ -71,6 +73,11 @@ class MicroBatches:
     on_output: Callable[[Any, Any], object] | None = None
     discard_grads: bool = False
     counted: Sequence[int | None] = ()
+    weight_per_sample: Callable[[], float] = lambda: 1.0
+
+    def auxiliary_factor(self) -> float:
+        """Return the gradient with which backward starts at the sum over samples of a loss."""
+        return self.loss_factor * self.weight_per_sample()
 
     def share(self, microbatch: int) -> float:
         """Return the samples of a micro-batch, relative to a full one."""

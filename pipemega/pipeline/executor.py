@@ -45,7 +45,7 @@ from pipemega.pipeline.messages import (
     tensors_of,
     versions_of,
 )
-from pipemega.pipeline.microbatch_loss import microbatch_loss
+from pipemega.pipeline.microbatch_loss import microbatch_loss, set_auxiliary_factor
 from pipemega.pipeline.model.batch_norm import uncounted
 from pipemega.pipeline.model.module import keep_buffers
 from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
@@ -269,6 +269,7 @@ class Executor:
     def begin(self, plan: Plan, batch: MicroBatches, recorder: Recorder = NULL_RECORDER) -> None:
         """Prepare a run; `work` may then execute the program in several parts."""
         self._run = run = ExecutionState(plan, batch, recorder)
+        set_auxiliary_factor(batch.auxiliary_factor)
         if self._transport is not None:
             self._transport.exchange_all(plan.forward_only or batch.has_other_shapes)
         if self._before_training is not None and run.train:

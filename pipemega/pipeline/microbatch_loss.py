@@ -1,6 +1,11 @@
-"""The loss of a micro-batch: its reduction, checks of what the loss function returns, and sums."""
+"""The loss of a micro-batch: its reduction, checks of what the loss function returns, and sums.
+
+Auxiliary losses, such as the ones that balance the tokens of experts, are no part of the loss that
+is logged; layers add their gradients, multiplied by `auxiliary_factor`.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +69,25 @@ def weighted_loss(result: Any) -> WeightedLoss:
                 f"reduce it, for example with .mean()"
             )
     return WeightedLoss(loss, weight)
+
+
+# Of the run in progress. Not local to a thread: on a GPU, autograd has threads of its own.
+_auxiliary: Callable[[], float] = partial(float, 1)
+
+
+def set_auxiliary_factor(factor: Callable[[], float]) -> None:
+    """Set what `auxiliary_factor` returns; at the start of each run of a plan."""
+    global _auxiliary
+    _auxiliary = factor
+
+
+def auxiliary_factor() -> float:
+    """Return the gradient with which backward starts at a sum over samples of an auxiliary loss.
+
+    With it, the gradient of a step is the gradient of the mean over the samples of the step. It
+    contains the loss scale, and is the same on all ranks.
+    """
+    return _auxiliary()
 
 
 class LossSums:

@@ -29,7 +29,7 @@ would silently lose dW if y is a view that is changed in place.
 Source: Qi et al. 2023, arXiv:2401.10241, section 2; the two identity nodes are ours.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
@@ -335,7 +335,7 @@ def embedding(
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
-    counts: Tensor,
+    sizes: Sequence[int],
     transposed: bool = False,
     *,
     queue: WeightGradQueue | None = None,
@@ -343,20 +343,27 @@ def grouped_linear(
     """Return the product of each group of rows with its own weight, such as an expert's weight.
 
     Args:
-        counts: rows of each group [groups]; the rows are sorted by group.
+        sizes: rows of each group; the rows are sorted by group.
         transposed: the weights are [groups, in, out] instead of [groups, out, in].
         queue: defers the weight gradients.
 
     Shape:
         x [rows, in]  ->  [rows, out]
     """
-    sizes = counts.tolist()
+    sizes = list(sizes)
+    ends = _group_ends(x, weight, sizes)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        matrices = weight.unbind() if transposed else weight.transpose(-2, -1).unbind()
-        return torch.cat([g.mm(m) for g, m in zip(torch.split(x, sizes), matrices, strict=True)])
+        matrices = weight if transposed else weight.transpose(-2, -1)
+        if ends is not None:
+            return F.grouped_mm(x, matrices, offs=ends)
+        pairs = zip(torch.split(x, sizes), matrices.unbind(), strict=True)
+        return torch.cat([group.mm(matrix) for group, matrix in pairs])
 
     def gradient(x: Tensor, dy: Tensor) -> Tensor:
+        if ends is not None:
+            a, b = (x, dy) if transposed else (dy, x)
+            return F.grouped_mm(a.t(), b, offs=ends)
         pairs = zip(torch.split(x, sizes), torch.split(dy, sizes), strict=True)
         return torch.stack([a.t().mm(b) if transposed else b.t().mm(a) for a, b in pairs])
 
@@ -364,6 +371,19 @@ def grouped_linear(
         return product(x, weight)
     detached = weight.detach()
     return _defer(x, weight, lambda x: product(x, detached), gradient, queue)
+
+
+def _group_ends(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor | None:
+    """Return the end of each group for torch's grouped product; None where it cannot be used.
+
+    It takes narrow floats, in rows of multiples of 16 bytes. On a CPU it is slower for fp32.
+    """
+    fits = x.dtype == weight.dtype and x.dtype in (torch.float16, torch.bfloat16)
+    if x.is_meta or not fits or any(size % 8 for size in weight.shape[1:]):
+        return None
+    if not hasattr(F, "grouped_mm") or not len(x):
+        return None
+    return torch.tensor(sizes, device=x.device).cumsum(0).int()
 
 
 def _can_defer(weight: Tensor, queue: WeightGradQueue) -> TypeGuard[nn.Parameter]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from pipemega.config.sections.transformer_sections import GPTSection
+from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.layer_costs.counted_model import flops_per_token
 from pipemega.layer_costs.tensor_meter import KernelKind
 from pipemega.models.build_model import ModelContext

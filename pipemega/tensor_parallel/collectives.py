@@ -134,6 +134,35 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
     return _after(work, lambda: reduced, "reduce-scatter", axis)
 
 
+def start_all_to_all(
+    x: Tensor, received: Sequence[int], sent: Sequence[int], axis: Axis
+) -> tuple[Tensor, Callable[[], None]]:
+    """Send each rank some rows of `x`, and receive rows from each.
+
+    Args:
+        received, sent: number of rows from, and for, each rank of the axis, in rank order.
+
+    Returns:
+        the received rows, in rank order, and what waits for them.
+    """
+    rows = x.new_empty(sum(received), *x.shape[1:])
+    if axis.size == 1 or x.is_meta:
+        return (x if axis.size == 1 else rows), lambda: None
+    start = partial(
+        dist.all_to_all_single,
+        rows,
+        x.contiguous(),
+        list(received),
+        list(sent),
+        group=axis.group,
+        async_op=True,
+    )
+    what = f"the all-to-all of a layer with experts on {axis.name} ranks"
+    with named_collective(what, axis.ranks):
+        work = recorded("all_to_all", x.nbytes, axis.group, start)
+    return rows, lambda: wait(work, what, axis.ranks)
+
+
 def _pieces(nbytes: int, shape: Sequence[int], dim: int) -> int:
     """Return into how many collectives to split one along `dim`; 0: do not split it.
 

@@ -173,7 +173,7 @@ class ColumnParallelLinear(nn.Module):
             even_share(size, axis.size, "out_features" if one_block else f"out_features[{i}]")
             for i, size in enumerate(blocks)
         ]
-        ranges = _block_ranges(blocks, axis)
+        ranges = block_ranges(blocks, axis)
         new = partial(torch.full, dtype=dtype, device=device)
         local = sum(self.local_blocks)
         shape = (self.out_features, in_features)
@@ -249,7 +249,7 @@ class RowParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         local = even_share(in_features, axis.size, "in_features")
         new = partial(torch.full, dtype=dtype, device=device)
-        ranges = _block_ranges([in_features], axis)
+        ranges = block_ranges([in_features], axis)
         shard = Shard((out_features, in_features), dim=1, ranges=ranges, init_method=init_method)
         self.weight = attach_shard(nn.Parameter(new((out_features, local), torch.nan)), shard)
         self.bias = None
@@ -365,7 +365,7 @@ def linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return weight_gradient(dy, x.to(dy.dtype))
 
 
-def _block_ranges(blocks: Sequence[int], axis: Axis) -> tuple[tuple[int, int], ...]:
+def block_ranges(blocks: Sequence[int], axis: Axis) -> tuple[tuple[int, int], ...]:
     """Return [start, stop) of this rank's share of each of the concatenated blocks."""
     ranges, offset = [], 0
     for size in blocks:

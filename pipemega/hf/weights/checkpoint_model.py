@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pipemega.checkpoint.save_load import CheckpointReader, open_path
 from pipemega.checkpoint.tensors import TensorIndex
+from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.config.sections.image_model_sections import ViTSection
 from pipemega.config.sections.run_sections import LoraSection
-from pipemega.config.sections.transformer_sections import GPTSection
 from pipemega.errors import CheckpointError
 from pipemega.hf.hf_module import HFPipelineModule, from_pretrained
 from pipemega.hf.placeholders import import_transformers, whole_model

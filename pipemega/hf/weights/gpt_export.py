@@ -11,8 +11,8 @@ Our own ViT as a ViTForImageClassification of transformers.
 from collections.abc import Callable
 from typing import Any
 
+from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.config.sections.image_model_sections import ViTSection
-from pipemega.config.sections.transformer_sections import GPTSection
 from pipemega.errors import CheckpointError
 from pipemega.hf.weights.export import CheckpointTensor, ModelToExport
 from pipemega.models.gpt import FIRST_BLOCK
@@ -49,10 +49,15 @@ def _refuse(family: str, differences: list[str]) -> None:
         )
 
 
+def _no_experts(s: GPTSection) -> dict[str, bool]:
+    return {f"no experts (model.num_experts is {s.num_experts})": s.num_experts is None}
+
+
 def _differences_from_gpt2(s: GPTSection) -> list[str]:
     checks = {
         f"LayerNorm (model.normalization is {s.normalization!r})": s.normalization == "LayerNorm",
         "no SwiGLU (model.swiglu is true)": not s.swiglu,
+        **_no_experts(s),
         "biases in all linear layers (model.add_bias_linear is false)": s.add_bias_linear,
         f"keys and values for every head (model.num_query_groups is {s.query_groups}, "
         f"model.num_attention_heads is {s.num_attention_heads})": s.query_groups
@@ -67,6 +72,7 @@ def _differences_from_gpt2(s: GPTSection) -> list[str]:
 
 def _differences_from_llama(s: GPTSection) -> list[str]:
     checks = {
+        **_no_experts(s),
         f"RMSNorm (model.normalization is {s.normalization!r})": s.normalization == "RMSNorm",
         "SwiGLU (model.swiglu is false)": s.swiglu,
         f"RoPE on all channels of a head (model.rotary_percent is "

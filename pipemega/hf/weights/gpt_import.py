@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipemega.config import Config
-from pipemega.config.sections.transformer_sections import GPTSection
+from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.errors import ConfigError
 from pipemega.hf.hf_module import read_config
 from pipemega.hf.weights.gpt_export import gpt_to_export

@@ -26,7 +26,32 @@ Deferral = bool | Literal["sync"]
 """Whether BatchNorm is converted; "sync": with statistics joined over the data ranks."""
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredStatistics:
+    """Base of layers with statistics that the engine updates once for each step that counts.
+
+    Attributes:
+        sums: what the forwards of the current step have added up on this rank: [..] fp64; the
+            engine sums it over the data ranks.
+        updates_statistics: whether `update` does anything.
+    """
+
+    updates_statistics = True
+
+    # Empty between two steps, so that they need not move with the layer.
+    step_buffers = ("sums",)
+
+    sums: Tensor
+
+    def counts(self) -> bool:
+        """Return whether the values of a forward count now: not if backward recomputes it."""
+        return are_counted() and torch._C._current_graph_task_id() == -1
+
+    def update(self, sums: Tensor) -> None:
+        """Update the statistics from the sums of a step, over all data ranks."""
+        raise AssertionError(f"{type(self).__name__} has no update()")
+
+
+class DeferredBatchNorm(_BatchNorm, DeferredStatistics):
     """BatchNorm over [batch, channels, ...], with running statistics of whole steps.
 
     In training x is normalized with the mean and the variance of the micro-batch. At the end of a
@@ -51,12 +76,9 @@ class DeferredBatchNorm(_BatchNorm):
             this rank, in fp64.
     """
 
-    # Empty between two steps, so that they need not move with the layer.
-    step_buffers = ("sums",)
     # They communicate, or read the state of autograd.
     uncompiled_methods = ("_normalize_joined", "_add_sums")
 
-    sums: Tensor
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
@@ -109,8 +131,7 @@ class DeferredBatchNorm(_BatchNorm):
     @torch.no_grad()
     def _add_sums(self, mean: Tensor, var: Tensor, count: int) -> None:
         """Add the sums of a micro-batch with this mean and unbiased variance, if it counts."""
-        # In backward the layer is recomputed.
-        if _counts and torch._C._current_graph_task_id() == -1:
+        if self.counts():
             biased = var.double() * ((count - 1) / count)
             self.sums += _sums(mean.double(), biased, count)
 
@@ -209,6 +230,12 @@ def deferred_batch_norms(modules: Iterable[nn.Module]) -> list[DeferredBatchNorm
     return list({id(m): m for m in found}.values())
 
 
+def deferred_statistics(modules: Iterable[nn.Module]) -> list[DeferredStatistics]:
+    """Return the layers in `modules` that the engine updates after a step, each once."""
+    found = [m for root in modules for m in root.modules() if isinstance(m, DeferredStatistics)]
+    return list({id(m): m for m in found if m.updates_statistics}.values())
+
+
 def join_data_ranks(modules: Iterable[nn.Module], data: Axis) -> None:
     """Tell the layers with deferred statistics in `modules` their data ranks."""
     for layer in deferred_batch_norms(modules):
@@ -218,6 +245,11 @@ def join_data_ranks(modules: Iterable[nn.Module], data: Axis) -> None:
 # Whether the values of the current micro-batch count. Not local to a thread: on a GPU, autograd
 # recomputes in threads of its own.
 _counts = True
+
+
+def are_counted() -> bool:
+    """Return whether the current micro-batch counts: not one without samples."""
+    return _counts
 
 
 @contextmanager

@@ -5,9 +5,10 @@ Source: Chen et al. 2016, arXiv:1604.06174.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -21,6 +22,8 @@ from pipemega.config import Config
 from pipemega.errors import PipelineError
 from pipemega.pipeline.messages import tensors_of, versions_of
 from pipemega.tensor_parallel.collectives import keeping
+
+T = TypeVar("T")
 
 # First part of the names of the operators whose results `recompute` can keep. Not bmm: in attention
 # without a fused kernel its result has the size of the scores. Of the collectives, sums.
@@ -66,6 +69,36 @@ class ActivationCheckpoints:
         return [run for run in runs if run[0] < run[1]]
 
 
+class _Memo:
+    """What a region has computed by `remembered`, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.next = 0
+
+
+# The memo of the region that runs or is recomputed; None outside of regions.
+_memo: ContextVar[_Memo | None] = ContextVar("memo", default=None)
+
+
+def remembered(compute: Callable[[], T]) -> T:
+    """Return `compute()`, without gradients; in a recomputation what it returned in the forward.
+
+    For decisions that a recomputation must not take again, because rounding could change them, or
+    because all ranks would have to communicate: such as the experts of a token.
+    """
+    memo = _memo.get()
+    if memo is None or memo.next == len(memo.values):
+        with torch.no_grad():
+            value = compute()
+        if memo is None:
+            return value
+        memo.values.append(value)
+    memo.next += 1
+    found: T = memo.values[memo.next - 1]
+    return found
+
+
 def recompute(
     function: Callable[..., Any],
     *args: Any,
@@ -92,6 +125,7 @@ def recompute(
     if torch.compiler.is_compiling():
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=restore_rng)
     versions: list[int] = []
+    memo = _Memo()
     options: dict[str, Any] = {}
     if keep:
         prefixes = tuple(prefix for kind in keep for prefix in _OPERATORS[kind])
@@ -106,11 +140,13 @@ def recompute(
                 "recompute the region: change a clone() of it, or use inplace=False"
             )
         token = keeping.set("off" if not keep else "backward" if versions else "forward")
-        versions[:] = now
+        outer = _memo.set(memo)
+        versions[:], memo.next = now, 0
         try:
             return function(*args)
         finally:
             keeping.reset(token)
+            _memo.reset(outer)
 
     return checkpoint(
         checked, *args, use_reentrant=False, preserve_rng_state=restore_rng, **options

@@ -17,8 +17,8 @@ from pipemega.cli import main
 from pipemega.config import load, model_registry
 from pipemega.config.model_registry import ModelSection, model_types, register_model
 from pipemega.config.reference_pages import schema
+from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.config.sections.hf_section import HFSection
-from pipemega.config.sections.transformer_sections import GPTSection
 from pipemega.errors import ConfigError
 from tests.paper.config.config_tree import BASE, MODEL
 

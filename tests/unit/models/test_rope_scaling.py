@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pipemega.config import load
-from pipemega.config.sections.transformer_sections import GPTSection
+from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.errors import ConfigError
 from pipemega.models import GPTConfig
 from pipemega.models.rotary import Rotary

@@ -1,0 +1,218 @@
+"""The router of a mixture of experts: it chooses the experts of each token, and their weights.
+
+    z = x W_rᵀ      q = softmax(z) or sigmoid(z)      chosen = the K experts with the largest q + b
+
+    softmax                w = softmax over the chosen z
+    softmax, pre_softmax   w = q of the chosen
+    sigmoid                w = q / sum of the chosen q             then w · topk_scaling_factor
+
+The bias b only chooses. It is no parameter: after each step it grows for the experts that got fewer
+tokens than the mean, and shrinks for the others.
+
+Auxiliary losses have a gradient and are in no loss that is logged. Each is a mean over the samples
+of the step, so that it does not depend on the mesh and, except for "aux_loss", on the size of the
+micro-batches:
+
+    seq_aux_loss   α E / (K s²) · sum over experts of (choices in the sample) · (sum of P)
+    aux_loss       the same with choices and P of the micro-batch
+    z-loss         ζ / s · sum over tokens of logsumexp(z)²
+
+P is softmax(z), or sigmoid(z) over its sum; choices are counted by P, without the bias.
+
+Sources: Fedus et al. 2021, arXiv:2101.03961; DeepSeek-AI 2024, arXiv:2412.19437 (bias, loss of
+each sample); Zoph et al. 2022, arXiv:2202.08906 (z-loss).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipemega.parameters import InitMethod, Shard, attach_shard
+from pipemega.pipeline.microbatch_loss import auxiliary_factor
+from pipemega.pipeline.model.batch_norm import DeferredStatistics, are_counted
+from pipemega.pipeline.model.recompute import remembered
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Options of a router, with Megatron's names without `moe_router_`.
+
+    Args:
+        num_experts: E.
+        topk: K, the experts of a token.
+        score_function: the function from z to q.
+        pre_softmax: softmax over all experts, not over the chosen ones.
+        num_groups, group_topk: choose only within the `group_topk` best of `num_groups` groups of
+            experts; None: among all.
+        topk_scaling_factor: factor of the weights; None: 1.
+        load_balancing_type, aux_loss_coeff, z_loss_coeff: the auxiliary losses.
+        expert_bias, bias_update_rate: choose with the bias b, which changes by this rate.
+    """
+
+    num_experts: int
+    topk: int
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    pre_softmax: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    topk_scaling_factor: float | None = None
+    load_balancing_type: Literal["seq_aux_loss", "aux_loss"] = "seq_aux_loss"
+    aux_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
+    expert_bias: bool = False
+    bias_update_rate: float = 1e-3
+
+
+class Routing(NamedTuple):
+    """The result of a router.
+
+    Args:
+        experts: the chosen experts: [tokens, K] int64.
+        weights: their weights: [tokens, K], fp32 or wider.
+    """
+
+    experts: Tensor
+    weights: Tensor
+
+
+class Router(nn.Module, DeferredStatistics):
+    """Chooses the experts of tokens; every tensor rank computes the same from all tokens.
+
+    Args:
+        hidden_size: features of a token.
+        init_method: initializes the weight.
+
+    Attributes:
+        expert_bias: b, [E] fp32; None: there is none.
+        sums: tokens of each expert in the current step: [E] fp64.
+
+    Shape:
+        x [batch, sequence, hidden]; counted [batch, sequence], None for all tokens
+        ->  `Routing` of batch * sequence tokens
+
+    Source: see the module.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(self, config: RouterConfig, hidden_size: int, init_method: InitMethod) -> None:
+        super().__init__()
+        self.config, experts = config, config.num_experts
+        shard = Shard((experts, hidden_size), init_method=init_method)
+        self.weight = attach_shard(nn.Parameter(torch.full(shard.shape, torch.nan)), shard)
+        self.updates_statistics = config.expert_bias
+        bias = torch.zeros(experts, dtype=torch.float32) if config.expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.register_buffer("sums", torch.zeros(experts, dtype=torch.float64), persistent=False)
+
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> Routing:
+        # Rounded scores would choose other experts.
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        z = F.linear(x.to(dtype), self.weight.to(dtype))  # [batch, sequence, E]
+        experts = remembered(lambda: self._choose(z, counted))
+        weights = self._add_losses(self._weights(z, experts), z, counted)
+        return Routing(experts.flatten(0, 1), weights.flatten(0, 1))
+
+    def _choose(self, z: Tensor, counted: Tensor | None) -> Tensor:
+        """Return the experts of each token [batch, sequence, K], and count the tokens."""
+        c, z = self.config, z.detach()
+        q = z.sigmoid() if c.score_function == "sigmoid" else z.softmax(-1)
+        if self.expert_bias is not None:
+            q = q + self.expert_bias
+        if c.num_groups is not None and c.group_topk is not None:
+            q = q.masked_fill(~_best_groups(q, c.num_groups, c.group_topk, c.topk), -torch.inf)
+        experts = q.topk(c.topk, dim=-1).indices
+        if self.training and self.counts():
+            # Integers in fp64: exact, whatever their order.
+            ones = torch.ones_like(experts, dtype=torch.float64)
+            if counted is not None:
+                ones *= counted.unsqueeze(-1)
+            self.sums.scatter_add_(0, experts.flatten(), ones.flatten())
+        return experts
+
+    def _weights(self, z: Tensor, experts: Tensor) -> Tensor:
+        c = self.config
+        if c.score_function == "sigmoid":
+            weights = z.sigmoid().gather(-1, experts)
+            if c.topk > 1:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        elif c.pre_softmax:
+            weights = z.softmax(-1).gather(-1, experts)
+        else:
+            weights = z.gather(-1, experts).softmax(-1)
+        return weights if c.topk_scaling_factor is None else weights * c.topk_scaling_factor
+
+    def _add_losses(self, weights: Tensor, z: Tensor, counted: Tensor | None) -> Tensor:
+        """Return the weights, whose backward also starts the backward of the auxiliary losses."""
+        c = self.config
+        if not (self.training and torch.is_grad_enabled()):
+            return weights
+        losses = []
+        if c.aux_loss_coeff:
+            losses.append(c.aux_loss_coeff * self._balance_loss(z, counted))
+        if c.z_loss_coeff:
+            squares = z.logsumexp(-1).square()
+            if counted is not None:
+                squares = squares * counted
+            losses.append(c.z_loss_coeff * squares.sum() / z.shape[1])
+        if not losses:
+            return weights
+        added: Tensor = _WithLoss.apply(weights, torch.stack(losses).sum())  # type: ignore[no-untyped-call]
+        return added
+
+    def _balance_loss(self, z: Tensor, counted: Tensor | None) -> Tensor:
+        """Return the sum over the samples of the loss that balances the experts."""
+        c, (batch, length, _) = self.config, z.shape
+        if c.score_function == "sigmoid":
+            q = z.sigmoid()
+            p = q / (q.sum(-1, keepdim=True) + 1e-20)
+        else:
+            p = z.softmax(-1)
+        chosen = torch.zeros_like(p, requires_grad=False)
+        chosen.scatter_(-1, remembered(lambda: p.detach().topk(c.topk, dim=-1).indices), 1.0)
+        if counted is not None:
+            p, chosen = p * counted.unsqueeze(-1), chosen * counted.unsqueeze(-1)
+        factor = c.num_experts / (c.topk * length**2)
+        if c.load_balancing_type == "seq_aux_loss":
+            return factor * (chosen.sum(1) * p.sum(1)).sum()
+        # The mean over batch * length tokens, counted for each sample.
+        return factor / batch * (chosen.sum((0, 1)) * p.sum((0, 1))).sum()
+
+    @torch.no_grad()
+    def update(self, sums: Tensor) -> None:
+        """Move the bias towards equal numbers of tokens."""
+        if self.expert_bias is not None:
+            rate = self.config.bias_update_rate
+            self.expert_bias += (rate * torch.sign(sums.mean() - sums)).to(self.expert_bias.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.config.num_experts} experts, {self.config.topk} per token"
+
+
+def _best_groups(q: Tensor, groups: int, best: int, topk: int) -> Tensor:
+    """Return which experts are in the best groups: [batch, sequence, E] bool.
+
+    The score of a group is the sum of its topk / best largest scores.
+    """
+    by_group = q.view(*q.shape[:-1], groups, -1)
+    scores = by_group.topk(topk // best, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    kept.scatter_(-1, scores.topk(best, dim=-1).indices, True)
+    return kept.unsqueeze(-1).expand_as(by_group).flatten(-2)
+
+
+class _WithLoss(torch.autograd.Function):
+    """Identity on the weights; its backward also starts from the auxiliary losses."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype, ctx.device = loss.dtype, loss.device
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        factor = auxiliary_factor() if are_counted() else 0.0
+        return gradients[0], torch.full((), factor, dtype=ctx.dtype, device=ctx.device)

@@ -1,0 +1,228 @@
+"""Runs of GPTs with experts, and of the dispatch of tokens alone."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipemega.diagnostics.replica_check import check_replicas
+from pipemega.distributed.mesh import Axis, build_mesh
+from pipemega.distributed.topology import Topology
+from pipemega.engine.engine import Engine
+from pipemega.errors import ReplicaError
+from pipemega.moe import router as router_module
+from pipemega.moe.dispatch import Dispatch
+from pipemega.moe.router import Router
+from pipemega.optimizer import masters, step_outcome
+from pipemega.parameters import shard_of
+from pipemega.pipeline.split_backward import grouped_linear
+from tests.ranks.training_runs import build, data, train
+
+
+@contextmanager
+def in_fp64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def biases_of(engine: Engine) -> dict[str, list[float]]:
+    """Return name -> bias of the routers of this rank."""
+    buffers = engine.steps.model.persistent_buffers
+    return {name: b.tolist() for name, b in buffers.items() if name.endswith("expert_bias")}
+
+
+def biases_after(config: Mapping[str, Any], steps: int, skipped: int) -> dict[str, list[float]]:
+    """Train with an evaluation after each step; step `skipped` has a gradient that is not finite.
+
+    Return the biases of all ranks.
+    """
+    with in_fp64():
+        engine = build(config)
+        for step in range(steps):
+            if step == skipped:
+                for parameter in engine.steps.model.parameters.values():
+                    poison = parameter.register_hook(lambda gradient: gradient * torch.inf)
+                    break
+            engine.train_batch(data(engine, step))
+            if step == skipped:
+                poison.remove()
+                assert engine.last_step is not None
+                assert engine.last_step.skipped
+            engine.eval_batch(data(engine, 50 + step))
+        engine.settle()
+        found: list[Any] = [None] * dist.get_world_size() if dist.is_initialized() else [None]
+        if len(found) == 1:
+            return biases_of(engine)
+        dist.all_gather_object(found, biases_of(engine))
+        merged: dict[str, list[float]] = {}
+        for biases in found:
+            for name, bias in biases.items():
+                assert merged.setdefault(name, bias) == bias
+        return merged
+
+
+def parameters_of(engine: Engine) -> dict[str, Any]:
+    return {name: p.double().numpy() for name, p in engine.parameter_state().items()}
+
+
+def initial_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    with in_fp64():
+        return parameters_of(build(config))
+
+
+def train_and_save(config: Mapping[str, Any], folder: str, steps: int) -> dict[str, Any]:
+    """Train, save, and train the rest: what `resume` has to give."""
+    with in_fp64():
+        engine = build(config)
+        for step in range(steps):
+            engine.train_batch(data(engine, step))
+        engine.save_checkpoint(folder)
+        return _rest(engine, steps)
+
+
+def resume(config: Mapping[str, Any], folder: str, steps: int) -> dict[str, Any]:
+    with in_fp64():
+        engine = build(config)
+        engine.load_checkpoint(folder)
+        assert engine.steps.global_steps == steps
+        return _rest(engine, steps)
+
+
+def _rest(engine: Engine, steps: int) -> dict[str, Any]:
+    before = parameters_of(engine), biases_of(engine)
+    losses = [engine.train_batch(data(engine, step)) for step in (steps, steps + 1)]
+    return {
+        "before": before[0],
+        "biases": before[1],
+        "loss": losses,
+        "parameters": parameters_of(engine),
+    }
+
+
+# Choices of a router
+
+
+@contextmanager
+def choices(chosen: str) -> Iterator[None]:
+    """Let all tokens go to the last experts, or to the first ones."""
+    choose = Router._choose
+
+    def replaced(self: Router, z: Tensor, counted: Tensor | None) -> Tensor:
+        experts = choose(self, z, counted)
+        some = torch.arange(self.config.topk)
+        if chosen == "last":
+            some = self.config.num_experts - 1 - some
+        return some.expand_as(experts).contiguous()
+
+    with mock.patch.object(Router, "_choose", replaced):
+        yield
+
+
+def train_with_choices(config: Mapping[str, Any], chosen: str) -> dict[str, Any]:
+    with choices(chosen):
+        return train(config)
+
+
+# Faults of other engines
+
+
+@contextmanager
+def mutant(name: str) -> Iterator[None]:
+    """Apply one of the faults that a comparison with one process must find."""
+    if name == "experts averaged over all data ranks":
+        reduce = masters.reduce_data
+
+        def averaged(gradients: Any, axis: Axis, reduction: Any, replica: Axis) -> float:
+            factor = reduce(gradients, axis, reduction, replica)
+            for slot in gradients.slots:
+                if shard_of(slot.parameter).is_expert:
+                    gradients.view(slot.parameter).mul_(axis.size / replica.size)
+            return factor
+
+        patch = mock.patch.object(masters, "reduce_data", averaged)
+    elif name == "norm of the experts of data rank 0":
+        patch = mock.patch.object(step_outcome, "replicas_of", lambda _, mesh: mesh.data)
+    elif name == "experts counted on tensor rank 0":
+        counted = step_outcome.is_counted
+
+        def once(name: str, parameter: Tensor, mesh: Any, tied: Any, *, sliced: bool) -> bool:
+            found = counted(name, parameter, mesh, tied, sliced=sliced)
+            return found and (not shard_of(parameter).is_expert or mesh.tensor.rank == 0)
+
+        patch = mock.patch.object(step_outcome, "is_counted", once)
+    else:
+        assert name == "auxiliary losses without the share of ignored labels"
+        patch = mock.patch.object(router_module, "auxiliary_factor", return_value=1 / 4)
+    with patch:
+        yield
+
+
+def train_mutant(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    with mutant(name):
+        return train(config)
+
+
+def replica_error(config: Mapping[str, Any]) -> str:
+    """Return the error after a bit of an expert has changed on rank 2."""
+    with in_fp64():
+        engine = build(config)
+    model, mesh = engine.steps.model, engine.mesh
+    check_replicas(model, mesh)
+    name = "layers.2.mlp.experts.up.weight"
+    if mesh.rank == 2:
+        model.parameters[name].data.view(-1)[3] += 1
+    try:
+        check_replicas(model, mesh)
+    except ReplicaError as error:
+        return str(error)
+    return ""
+
+
+# The dispatch alone
+
+HIDDEN, EXPERTS, TOPK, TOKENS = 6, 4, 2, 9
+
+
+def _problem(rank: int, chosen: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, their experts and weights; each data rank has other ones."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randn(TOKENS + rank, HIDDEN, generator=generator, dtype=torch.float64)
+    scores = torch.rand(len(tokens), EXPERTS, generator=generator)
+    if chosen == "first":
+        scores[:, TOPK:] = -1
+    elif chosen == "one":
+        scores[:, 1:] = torch.tensor([0.1, -1.0, -1.0])
+        scores[:, 0] = 2
+    weights, experts = scores.topk(TOPK)
+    return tokens, experts, weights.double()
+
+
+def dispatched(sizes: tuple[int, int, int], chosen: str) -> float:
+    """Return the largest difference from the experts in one process, of results and gradients."""
+    mesh = build_mesh(Topology(1, *sizes), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(99)
+    matrix = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)
+
+    def run(expert: Axis, tensor: Axis) -> tuple[Tensor, ...]:
+        tokens, experts, weights = _problem(mesh.data.rank, chosen)
+        tokens.requires_grad_()
+        weights.requires_grad_()
+        local, columns = EXPERTS // expert.size, HIDDEN // tensor.size
+        own = matrix[expert.rank * local : (expert.rank + 1) * local]
+        own = own[..., tensor.rank * columns : (tensor.rank + 1) * columns]
+        dispatch = Dispatch(tokens, experts, EXPERTS, expert, tensor)
+        rows = dispatch.arrived()
+        rows = rows[:, tensor.rank * columns : (tensor.rank + 1) * columns]
+        y = dispatch.combine(grouped_linear(rows, own, dispatch.routes.sizes), weights)
+        y.square().sum().backward()
+        return y.detach(), tokens.grad, weights.grad
+
+    pairs = zip(run(mesh.expert, mesh.tensor), run(Axis("expert"), Axis("tensor")), strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs)
