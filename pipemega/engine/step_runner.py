@@ -317,6 +317,7 @@ class StepRunner:
         if self.plan.rank_of_stage[-1] == self.mesh.pipeline.rank and self.mesh.tensor.rank == 0:
             own = sum(float(weight_of(x)) for x, share in zip(labels, shares, strict=True) if share)
         weight, world = torch.tensor(own, dtype=torch.float64, device="cpu"), self.mesh.world
+        num_samples = data.num_samples  # not the data, which would be kept until the next step
         works = list[dist.Work]()
         if world.size > 1:
             works += [dist.all_reduce(weight, group=world.group, async_op=True)]
@@ -324,7 +325,7 @@ class StepRunner:
         def per_sample() -> float:
             while works:
                 wait(works.pop(), "the weights of the losses of a step", world.ranks)
-            return weight.item() / data.num_samples
+            return weight.item() / num_samples
 
         return per_sample
 

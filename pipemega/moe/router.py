@@ -87,7 +87,7 @@ class Router(nn.Module, DeferredStatistics):
 
     Attributes:
         expert_bias: b, [E] fp32; None: there is none.
-        sums: tokens of each expert in the current step: [E] fp64.
+        sums: tokens of each expert in the current step, if there is a bias: [E] fp64.
 
     Shape:
         x [batch, sequence, hidden]; counted [batch, sequence], None for all tokens
@@ -125,7 +125,7 @@ class Router(nn.Module, DeferredStatistics):
         if c.num_groups is not None and c.group_topk is not None:
             q = q.masked_fill(~_best_groups(q, c.num_groups, c.group_topk, c.topk), -torch.inf)
         experts = q.topk(c.topk, dim=-1).indices
-        if self.training and self.counts():
+        if self.training and self.updates_statistics and self.counts():
             # Integers in fp64: exact, whatever their order.
             ones = torch.ones_like(experts, dtype=torch.float64)
             if counted is not None:

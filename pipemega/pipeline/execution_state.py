@@ -75,10 +75,6 @@ class MicroBatches:
     counted: Sequence[int | None] = ()
     weight_per_sample: Callable[[], float] = lambda: 1.0
 
-    def auxiliary_factor(self) -> float:
-        """Return the gradient with which backward starts at the sum over samples of a loss."""
-        return self.loss_factor * self.weight_per_sample()
-
     def share(self, microbatch: int) -> float:
         """Return the samples of a micro-batch, relative to a full one."""
         return 1.0 if self.shares is None else self.shares[microbatch]

@@ -269,7 +269,7 @@ class Executor:
     def begin(self, plan: Plan, batch: MicroBatches, recorder: Recorder = NULL_RECORDER) -> None:
         """Prepare a run; `work` may then execute the program in several parts."""
         self._run = run = ExecutionState(plan, batch, recorder)
-        set_auxiliary_factor(batch.auxiliary_factor)
+        set_auxiliary_factor(batch.loss_factor, batch.weight_per_sample)
         if self._transport is not None:
             self._transport.exchange_all(plan.forward_only or batch.has_other_shapes)
         if self._before_training is not None and run.train:

@@ -72,13 +72,17 @@ def weighted_loss(result: Any) -> WeightedLoss:
 
 
 # Of the run in progress. Not local to a thread: on a GPU, autograd has threads of its own.
-_auxiliary: Callable[[], float] = partial(float, 1)
+_auxiliary: tuple[float, Callable[[], float]] = (1.0, partial(float, 1))
 
 
-def set_auxiliary_factor(factor: Callable[[], float]) -> None:
-    """Set what `auxiliary_factor` returns; at the start of each run of a plan."""
+def set_auxiliary_factor(loss_factor: float, weight_per_sample: Callable[[], float]) -> None:
+    """Set what `auxiliary_factor` returns, at the start of each run of a plan.
+
+    Args:
+        loss_factor, weight_per_sample: see `MicroBatches`.
+    """
     global _auxiliary
-    _auxiliary = factor
+    _auxiliary = loss_factor, weight_per_sample
 
 
 def auxiliary_factor() -> float:
@@ -87,7 +91,8 @@ def auxiliary_factor() -> float:
     With it, the gradient of a step is the gradient of the mean over the samples of the step. It
     contains the loss scale, and is the same on all ranks.
     """
-    return _auxiliary()
+    loss_factor, weight_per_sample = _auxiliary
+    return loss_factor * weight_per_sample()
 
 
 class LossSums:

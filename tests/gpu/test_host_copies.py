@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_single import run as gpu_single
 from benchmarks.gpu_single.estimate import Sizes
 from pipemega.distributed.host_memory import HostCopy, HostMemory
-from pipemega.distributed.mesh import Axis
+from pipemega.distributed.mesh import Mesh
 from pipemega.optimizer.step_outcome import GradientNorms
 from tests.gpu.devices import ONE_DEVICE, one_gpu, only_on_a_gpu
 from tests.ranks.training_runs import build, data, settings
@@ -99,8 +99,7 @@ def test_the_norms_of_the_gpu_equal_those_of_the_cpu() -> None:
     for device in ("cpu", ONE_DEVICE):
         named = test_grad_norm.model(range(12), device)
         buffer = test_grad_norm.filled(named, test_grad_norm.GradientBuffer(named))
-        axes = {name: Axis(name) for name in ("tensor", "data")}
-        compute = GradientNorms(buffer, **axes, tied={}, num_layers=12, device=torch.device(device))
+        compute = GradientNorms(buffer, Mesh.single(device), {}, 12)
         by_device.append(compute().tolist())
     assert by_device[1] == pytest.approx(by_device[0], rel=1e-12)
 

@@ -361,6 +361,13 @@ def initialize_data_parallel(
     # The groups of an optimizer decide about weight decay.
     own_groups = ["training.weight_decay_norms_and_biases=true"] if optimizer is not None else []
     settings = load(config, [*CONFIG_CHANGES, *own_groups], adopt=True)
+    if settings.mesh.expert > 1:
+        raise ConfigError(
+            f"mesh.expert is {settings.mesh.expert}, and the model is an nn.Module in a loop of "
+            "the script, which decides what each data rank runs: set mesh.expert to 1, or write "
+            "the model as a PipelineModule",
+            on_every_rank=True,
+        )
     mesh = build_mesh_of(settings)
     names = {id(p): f"layers.0.{name}" for name, p in model.named_parameters()}
     trainable = [p for p in model.parameters() if p.requires_grad]

@@ -99,3 +99,27 @@ def test_a_rank_outside_the_mesh_has_no_coordinate(rank):
     assert str(error.value) == (
         f"rank {rank} is not one of the 8 ranks of pipeline 2 x data 2 x tensor 2"
     )
+
+
+def test_experts_are_divided_over_consecutive_data_ranks():
+    topology = Topology(pipeline=2, data=4, tensor=2, expert=2)
+    assert topology.along("expert", 0) == (0, 2)
+    assert topology.along("replica", 0) == (0, 4)
+    # Data rank 3 of the second stage, second tensor rank.
+    assert topology.along("expert", 15) == (13, 15)
+    assert topology.along("replica", 15) == (11, 15)
+    for axis, size in (("expert", 2), ("replica", 2)):
+        lines = {topology.along(axis, rank) for rank in range(16)}
+        assert sorted(rank for line in lines for rank in line) == list(range(16))
+        assert {len(line) for line in lines} == {size} == {topology.size(axis)}
+    assert Topology.from_text(str(topology)) == topology
+    assert str(topology) == "pipeline 2 x data 4 x tensor 2, expert 2"
+
+
+def test_data_ranks_that_are_no_multiple_of_the_expert_ranks_are_refused_with_both_numbers():
+    with pytest.raises(MeshError) as error:
+        Topology.fit(12, pipeline=2, expert=4)
+    assert (
+        "12 ranks were started, so there are 6 data ranks (mesh.data), which is not a multiple of "
+        "mesh.expert (4): start a multiple of 8 ranks, or set mesh.expert to a divisor of 6"
+    ) in str(error.value)

@@ -447,6 +447,8 @@ def raises(call: Any) -> str:
          "parameter group 0 holds a parameter of shape (2,) that is not one of the model"),
         ({"config": {**CONFIG, "zero_optimization": {"stage": 3}}}, "zero_optimization.stage"),
         ({"config": {**CONFIG, "mesh": {"pipeline": 2}}}, "mesh"),
+        ({"config": {**CONFIG, "mesh": {"expert": 2}}},
+         "mesh.expert is 2, and the model is an nn.Module in a loop of the script"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_with_what_to_use(given: Any, message: str) -> None:

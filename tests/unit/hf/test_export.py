@@ -306,6 +306,8 @@ def test_our_gpt_is_exported_with_equal_logits(section, class_name, tmp_path):
             GPT2 | {"num_query_groups": 2},
             r"GPT2 .* every head \(model.num_query_groups is 2, model",
         ),
+        (GPT2 | {"num_experts": 4}, r"GPT2 .* no experts \(model.num_experts is 4\)"),
+        (LLAMA | {"num_experts": 4}, r"Llama .* no experts \(model.num_experts is 4\)"),
         (GPT2 | {"kv_channels": 8}, r"GPT2 .* \(model.kv_channels is 8\)"),
         (GPT2 | {"qk_layernorm": True}, r"GPT2 .* no norms of queries and keys"),
         (GPT2 | {"embedding_norm": True}, r"GPT2 .* no norm of the token embeddings"),
