@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemega.distributed.comm_errors import named_collective
+from pipemega.distributed.comm_errors import comm_error, named_collective, with_ranks
+from pipemega.distributed.device_waits import mark, synchronize
 from pipemega.distributed.exchanges import recorded
 from pipemega.distributed.mesh import Axis
 from pipemega.pipeline.model.recompute import remembered
@@ -129,12 +130,15 @@ def _routes(experts: Tensor, num_experts: int, axis: Axis) -> Routes:
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     if axis.size == 1:
+        synchronize()
         return Routes(order, back, [len(flat)], [len(flat)], counts.tolist(), None, None)
     arriving = torch.empty_like(counts)
     what = f"the exchange of token counts on {axis.name} ranks"
     with named_collective(what, axis.ranks):
         start = partial(dist.all_to_all_single, arriving, counts, group=axis.group)
         recorded("all_to_all", counts.nbytes, axis.group, start)
+    mark(lambda cause: comm_error(with_ranks(what, axis.ranks), cause))
+    synchronize()
     # One read of the device: the host needs the sizes of both directions.
     leaving, coming = torch.stack([counts, arriving]).view(2, axis.size, local).tolist()
     sizes = [sum(column) for column in zip(*coming, strict=True)]

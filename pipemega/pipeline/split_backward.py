@@ -376,10 +376,11 @@ def grouped_linear(
 def _group_ends(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor | None:
     """Return the end of each group for torch's grouped product; None where it cannot be used.
 
-    It takes narrow floats, in rows of multiples of 16 bytes. On a CPU it is slower for fp32.
+    It takes narrow floats, in rows of multiples of 16 bytes. On a CPU it is slower for fp32, and
+    with bf16 torch 2.13 may crash.
     """
     fits = x.dtype == weight.dtype and x.dtype in (torch.float16, torch.bfloat16)
-    if x.is_meta or not fits or any(size % 8 for size in weight.shape[1:]):
+    if not (x.is_cuda and fits) or any(size % 8 for size in weight.shape[1:]):
         return None
     if not hasattr(F, "grouped_mm") or not len(x):
         return None

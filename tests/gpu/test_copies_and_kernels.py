@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
@@ -25,6 +25,7 @@ from pipemega.models.attention import (
     takes_grouped_queries,
 )
 from pipemega.models.rotary import Rotary
+from pipemega.pipeline.split_backward import grouped_linear
 from tests.gpu.devices import ONE_DEVICE, needs_gpus, one_gpu, only_on_a_gpu
 
 pytestmark = one_gpu
@@ -88,6 +89,24 @@ def test_packed_documents_by_blocks_equal_the_mask(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, rtol=error, atol=error)
     gradients = [torch.autograd.grad(y.float().square().sum(), q)[0] for y in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=10 * error, atol=10 * error)
+
+
+@only_on_a_gpu
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_grouped_product_equals_one_product_for_each_expert(transposed: bool) -> None:
+    """Some experts have no rows."""
+    sizes = [0, 40, 1, 0, 87, 0]
+    x = torch.randn(sum(sizes), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    shape = (64, 32) if transposed else (32, 64)
+    weight = nn.Parameter(torch.randn(len(sizes), *shape, device="cuda", dtype=torch.bfloat16))
+    found = grouped_linear(x, weight, sizes, transposed)
+    matrices = weight if transposed else weight.transpose(1, 2)
+    pairs = zip(x.split(sizes), matrices, strict=True)
+    expected = torch.cat([rows @ matrix for rows, matrix in pairs])
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    of_both = [torch.autograd.grad(y.square().sum(), (x, weight)) for y in (found, expected)]
+    for one, other in zip(*of_both, strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-1)
 
 
 class Pairs(Dataset[Any]):

@@ -14,6 +14,7 @@ import pytest
 from tests.ranks import training_runs
 from tests.ranks.engine import expert_runs as runs
 from tests.ranks.engine.test_matrix import assert_bitwise, largest_difference
+from tests.ranks.nccl_like import LAZY
 from tests.ranks.pool import RankPool
 from tests.ranks.training_runs import settings
 from tests.sampling import some, some_cases
@@ -184,6 +185,19 @@ def test_ranks_whose_experts_get_no_token_take_part(
         assert_like_the_oracle(got, want)
     experts = want["gradients"][0]["layers.2.mlp.experts.up.weight"]
     assert [bool(e.any()) for e in experts] == [chosen == "first"] * 2 + [chosen == "last"] * 2
+
+
+@pytest.mark.parametrize("mesh", some([(2, 2, 1, 2), (1, 4, 1, 2), (1, 2, 2, 2)], 0), ids=str)
+def test_the_exchanges_end_in_the_order_of_nccl_and_give_the_same_bits(
+    pool: RankPool, mesh: Mesh
+) -> None:
+    cases = (("plain", "zb-h1"), ("ZeRO, overlapped", "1f1b"), ("recompute", "1f1b"))
+    configs = [(config_of(mesh, *case), "float64") for case in cases]
+    ranks = mesh[0] * mesh[1] * mesh[2]
+    want = pool.run(ranks, training_runs.train_all, configs, timeout=300.0)[0]
+    for got in pool.run(ranks, training_runs.train_all, configs, backend=LAZY, timeout=300.0):
+        for one, other in zip(got, want, strict=True):
+            assert_bitwise([one, other])
 
 
 # Each changes less than the tolerance of a comparison in fp32.
