@@ -197,8 +197,13 @@ class _Exchange:
     def __init__(self, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> None:
         self.axis, self.sent, self.received = axis, sent, received
         self.wait: Callable[[], None] = lambda: None
-        # The gradient that is being received.
+        # The gradient that is received.
         self.gradient: Tensor | None = None
+
+    def end(self) -> None:
+        """Wait for what was started, and release it: it holds the memory of both sides."""
+        wait, self.wait = self.wait, lambda: None
+        wait()
 
     def start(self, rows: Tensor) -> Tensor:
         """Return the received rows, which have no values before `finish`."""
@@ -227,7 +232,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
-        exchange.wait()
+        exchange.end()
         gradient, exchange.gradient = exchange.gradient, None
         return gradient, None
 
@@ -236,7 +241,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        exchange.wait()
+        exchange.end()
         return rows.view_as(rows)
 
     @staticmethod

@@ -225,6 +225,12 @@ class GradLayout:
         """Slot name -> its bucket; without the slots that are in none."""
         return {slot.name: bucket for bucket in self.buckets for slot in bucket.slots}
 
+    @cached_property
+    def expert_starts(self) -> dict[torch.dtype, int]:
+        """Flat buffer -> start of the gradients of experts, the last ones of `whole_layout`."""
+        experts = [slot for slot in self.slots if shard_of(slot.parameter).is_expert]
+        return {slot.dtype: slot.start for slot in reversed(experts)}
+
     def span(self, slot: GradSlot) -> tuple[int, int]:
         """Return [start, stop) of this rank's part in the flattened parameter; (0, 0) if empty."""
         start, stop = intersection(self.owned(slot), (slot.start, slot.end))
@@ -535,14 +541,10 @@ def reduce_data(
     if data.size == 1:
         return 1.0
     before, after = reduction.factors(data.size)
-    experts = {dtype: flat.numel() for dtype, flat in gradients.flats.items()}
-    for slot in reversed(gradients.slots):
-        if shard_of(slot.parameter).is_expert:
-            experts[slot.dtype] = slot.start
     for dtype, flat in gradients.flats.items():
         if before != 1.0:
             flat.mul_(before)
-        start = experts[dtype]
+        start = gradients.layout.expert_starts.get(dtype, flat.numel())
         for part, axis in ((flat[:start], data), (flat[start:], replica or data)):
             if not part.numel() or axis.size == 1:
                 continue
