@@ -94,5 +94,5 @@ def test_a_measured_plan_replaces_the_first_one_during_the_run(
         pipeline=section,
     )
     for result in results:
-        assert (result["plans"][0], result["plans"][-1]) == ("1f1b", "auto")
+        assert result["replaced"] and set(result["plans"]) == {"auto"}
         assert_close(result, expected, TOLERANCE[device])

@@ -80,12 +80,13 @@ def train(
     engine = build(device, size, layers, **changes)
     count = engine.batch.num_microbatches
     result: dict[str, Any] = {"loss": [], "norm": [], "plans": []}
-    rows = SIZES[device][0]
+    rows, first = SIZES[device][0], engine.plan
     for step in range(steps):
         result["loss"].append(engine.train_batch(microbatches(rows, step, count)))
         result["norm"].append(engine.get_global_grad_norm())
         engine.settle()
         result["plans"].append(engine.plan.name)
+    result["replaced"] = engine.plan is not first
     result["eval"] = engine.eval_batch(microbatches(rows, 99, count))
     result["parameters"] = {
         name: [float(value.double().norm()), float(value.double().sum())]
