@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipemega.errors import ConfigError
+from pipemega.hf.experts import IMPLEMENTATION as EXPERTS
+from pipemega.hf.experts import register_experts
 from pipemega.hf.families import refuse_settings
 from pipemega.hf.placeholders import (
     LayerPlaceholder,
@@ -37,8 +39,6 @@ from pipemega.hf.placeholders import (
     without_values,
     zeros_like_output,
 )
-from pipemega.hf.sharding import IMPLEMENTATION as EXPERTS
-from pipemega.hf.sharding import register_experts
 from pipemega.hf.tasks import FLOAT_INPUT_SHAPES, special_model
 
 

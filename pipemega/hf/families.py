@@ -8,7 +8,7 @@ Refuses configs that would train something else than transformers does.
 
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pipemega.errors import ConfigError
 from pipemega.parameters import even_share
@@ -102,7 +102,6 @@ FAMILIES: dict[str, Family] = {
             "mlp.experts.gate_up_proj": "dim:-1",
             "mlp.experts.gate_up_proj_bias": "dim:-1",
             "mlp.experts.down_proj": "dim:1",
-            "mlp.experts.down_proj_bias": "on_first_rank",
             "mlp.experts": "moe_tp_experts",
         },
     ),
@@ -160,8 +159,22 @@ _COMPARED_PLANS = (
 )  # fmt: skip
 
 
-def is_compared(config: Any) -> bool:
-    """Return whether tests compare the gradients of this family on several tensor ranks."""
+# Families with experts whose gradients have been compared on several expert ranks -> the function
+# from the logits of their routers to scores.
+SCORE_FUNCTIONS: dict[str, Literal["softmax", "sigmoid"]] = {
+    "mixtral": "softmax", "qwen2_moe": "softmax", "qwen3_moe": "softmax", "deepseek_v3": "sigmoid",
+    "olmoe": "softmax", "granitemoe": "softmax", "phimoe": "softmax", "gpt_oss": "softmax",
+}  # fmt: skip
+
+
+def is_compared(config: Any, divides_experts: bool = False) -> bool:
+    """Return whether tests compare the gradients of this family on several tensor ranks.
+
+    Args:
+        divides_experts: on several expert ranks.
+    """
+    if divides_experts:
+        return config.model_type in SCORE_FUNCTIONS
     return config.model_type in FAMILIES or config.model_type in _COMPARED_PLANS
 
 
@@ -178,6 +191,16 @@ def styles_of(config: Any) -> dict[str, str]:
     plan = getattr(config, "base_model_tp_plan", None) or {}
     inner = {key.split(".*.", 1)[1]: style for key, style in plan.items() if ".*." in key}
     return inner | family_of(config).styles
+
+
+def divided_experts(config: Any) -> Names:
+    """Return the modules of a layer whose parameters expert ranks divide, by transformers' plan."""
+    plan = getattr(config, "base_model_ep_plan", None) or {}
+    return tuple(
+        key.split(".*.", 1)[1]
+        for key, style in plan.items()
+        if ".*." in key and style == "ep_dispatch_experts"
+    )
 
 
 def refuse_unknown_family(folder: object, config: dict[str, Any], families: Container[str]) -> None:
@@ -219,9 +242,10 @@ def refuse_settings(config: Any) -> None:
             )
         if getattr(owner, "output_router_logits", False):
             raise ConfigError(
-                "the config has output_router_logits = true: the auxiliary loss of the routers "
-                "(router_aux_loss_coef) is not carried through the pipeline; set "
-                "output_router_logits to false to train without it",
+                "the config has output_router_logits = true: the auxiliary loss of transformers "
+                "(router_aux_loss_coef) is a product of means over all layers, which are not in "
+                "one stage; set output_router_logits to false, and model.moe_aux_loss_coeff for "
+                "a loss of each layer",
                 on_every_rank=True,
             )
         for key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):

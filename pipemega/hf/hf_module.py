@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pipemega.config.sections.hf_section import LONGEST_DEFAULT, HFSection
 from pipemega.errors import ConfigError
 from pipemega.hf.description import ModelDescription
+from pipemega.hf.experts import auxiliary_losses
 from pipemega.hf.families import family_of, refuse_other_class_loss, refuse_unknown_family
 from pipemega.hf.model_facts import (
     VocabularyNames,
@@ -44,8 +45,9 @@ from pipemega.hf.weights.safetensors_files import WeightSource, is_transposed
 from pipemega.hf.weights.safetensors_source import SafetensorsSource
 from pipemega.lora.adapters import is_adapter, with_adapter
 from pipemega.models.build_model import ModelContext
+from pipemega.moe.router import RouterConfig
 from pipemega.pipeline.model.module import PipelineModule
-from pipemega.pipeline.model.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
+from pipemega.pipeline.model.spec import EXPERT_AXIS, TENSOR_AXIS, LayerSpec, TiedLayerSpec
 
 
 class HFPipelineModule(PipelineModule):
@@ -59,6 +61,10 @@ class HFPipelineModule(PipelineModule):
         folder: the folder with config.json and the tokenizer of the model; None: the model was
             built from a `PretrainedConfig`.
         loss_fn: maps (output, labels) to the loss; None: the loss of the task.
+        losses: the auxiliary losses of the routers of experts; None: there are none.
+
+    Raises:
+        ConfigError: the model has no auxiliary losses that fit.
     """
 
     def __init__(
@@ -67,7 +73,9 @@ class HFPipelineModule(PipelineModule):
         source: WeightSource | None = None,
         folder: Path | None = None,
         loss_fn: Any = None,
+        losses: RouterConfig | None = None,
     ) -> None:
+        self._losses = losses
         self.description, self.source, self.folder = description, source, folder
         self._vocabulary = VocabularyNames(description)
         self._arguments = LayerArguments(description)
@@ -113,7 +121,9 @@ class HFPipelineModule(PipelineModule):
         d = self.description
         build = partial(build_layer)
         build.__name__ = type(d.layers[index]).__name__  # type: ignore[attr-defined]
-        arguments = (d, self._arguments, index, source, TENSOR_AXIS)
+        arguments = (
+            d, self._arguments, index, source, TENSOR_AXIS, EXPERT_AXIS, self._losses
+        )  # fmt: skip
         shared = family_of(d.config_of_layer(index)).shared
         spec = LayerSpec(build, *arguments)
         if shared:
@@ -123,13 +133,19 @@ class HFPipelineModule(PipelineModule):
         return spec
 
     def _loss(self) -> Any:
+        if self._losses is not None and self._vocabulary.head is None:
+            raise ConfigError(
+                f"model.moe_aux_loss_coeff and model.moe_z_loss_coeff need a loss of tokens, and "
+                f"{self.description.class_name} has none: set them to 0",
+                on_every_rank=True,
+            )
         if self.description.special.loss is not None:
             return self.description.special.loss
         if self._vocabulary.head is None:
             refuse_other_class_loss(self.hf_config)
             return class_loss
         head = self.description.model.get_output_embeddings()
-        return LayerSpec(TokenLoss, head.out_features, TENSOR_AXIS)
+        return LayerSpec(TokenLoss, head.out_features, TENSOR_AXIS, self._losses is not None)
 
     def hf_name(self, logical: str) -> str:
         """Return HF's name of a logical tensor `layers.<position>.<name>`."""
@@ -184,6 +200,8 @@ def from_pretrained(
     attn_implementation: str | None = None,
     num_labels: int | None = None,
     loss_fn: Any = None,
+    moe_aux_loss_coeff: float = 0.0,
+    moe_z_loss_coeff: float = 0.0,
 ) -> HFPipelineModule:
     """Return a Hugging Face model as layers; nothing is downloaded, no remote code runs.
 
@@ -198,6 +216,8 @@ def from_pretrained(
         num_labels: number of classes of a classification task; by default the config's number.
         loss_fn: maps (output, labels) to the loss, as for `PipelineModule`; by default the loss of
             the task. The output is the logits; SAM's output is (pred_masks, iou_scores).
+        moe_aux_loss_coeff, moe_z_loss_coeff: weights of the losses that balance the experts of each
+            layer, and that keep the logits of its router small; not with a `loss_fn`.
 
     Raises:
         ConfigError: names the folder, the key or the version, and the way out; the same on every
@@ -222,7 +242,16 @@ def from_pretrained(
     if pretrained:
         assert folder is not None
         source = SafetensorsSource(folder, description.config, description.class_name)
-    return HFPipelineModule(description, source, folder, loss_fn)
+    losses = None
+    if moe_aux_loss_coeff or moe_z_loss_coeff:
+        if loss_fn is not None:
+            raise ConfigError(
+                "moe_aux_loss_coeff and moe_z_loss_coeff need the loss of the task: its weights "
+                "are those of the auxiliary losses; leave loss_fn out, or set them to 0",
+                on_every_rank=True,
+            )
+        losses = auxiliary_losses(description, moe_aux_loss_coeff, moe_z_loss_coeff)
+    return HFPipelineModule(description, source, folder, loss_fn, losses)
 
 
 def read_config(path_or_config: Any) -> tuple[Path | None, Any]:
@@ -268,6 +297,8 @@ def build(section: HFSection, context: ModelContext) -> HFPipelineModule:
         sequence_parallel=mesh.sequence_parallel and context.tensor > 1,
         attn_implementation=section.attn_implementation,
         num_labels=section.num_labels,
+        moe_aux_loss_coeff=section.moe_aux_loss_coeff,
+        moe_z_loss_coeff=section.moe_z_loss_coeff,
     )
     refuse_missing_positions(net.description, _sequence_length(section, net.hf_config))
     return net

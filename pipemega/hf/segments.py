@@ -23,6 +23,7 @@ from pipemega.distributed.mesh import Axis
 from pipemega.errors import DataError
 from pipemega.hf.activation_regions import ActivationRegions, has_dropout
 from pipemega.hf.description import LayerReached, ModelDescription, Side, pack, split_hidden, unpack
+from pipemega.hf.experts import add_auxiliary_losses, check_expert_ranks, enable_deferral
 from pipemega.hf.families import check_tensor_ranks, family_of, is_compared, styles_of
 from pipemega.hf.model_facts import VocabularyNames
 from pipemega.hf.placeholders import (
@@ -38,12 +39,12 @@ from pipemega.hf.sharding import (
     ShardedHead,
     Sharding,
     TableStub,
-    enable_deferral,
     shard_embedding,
     shard_layer,
 )
 from pipemega.hf.weights.safetensors_files import WeightSource, cast_parameter, keep_in_fp32
 from pipemega.hf.weights.safetensors_source import set_first_values
+from pipemega.moe.router import RouterConfig
 from pipemega.monitor import get_logger
 from pipemega.tensor_parallel.collectives import SEQUENCE_DIM, gather_from_tensor, scatter_sequence
 from pipemega.tensor_parallel.deferred_logits import DeferredLogits, OutputShard, defers_logits
@@ -432,14 +433,20 @@ def build_layer(
     index: int,
     source: WeightSource | None,
     axis: Axis,
+    expert: Axis,
+    losses: RouterConfig | None = None,
 ) -> nn.Module:
     """Build this rank's shard of layer `index` on torch's default device.
 
     The layer is the layer of transformers, with its names of parameters, as a subclass that maps a
     message (description.py) to a message.
 
+    Args:
+        axis, expert: the tensor axis and the expert axis.
+        losses: see `add_auxiliary_losses`.
+
     Raises:
-        ConfigError: the layer cannot be sharded over the tensor ranks.
+        ConfigError: the layer cannot be sharded over the tensor or expert ranks.
     """
     d, family = description, family_of(description.config_of_layer(index))
     stack, path = d.places[index]
@@ -449,16 +456,20 @@ def build_layer(
     styles = styles_of(d.config)
     if axis.size > 1:
         check_tensor_ranks(d.config, axis.size, d.sequence_parallel)
-        if index == 0 and axis.rank == 0 and not is_compared(d.config):
-            get_logger().warning(
-                f"{d.class_name} is sharded by the plan of transformers, and no gradients were "
-                f"compared with the unsplit model: run `pipemega hf check` before training"
-            )
+    if expert.size > 1:
+        check_expert_ranks(d.layers, d.config, expert.size)
+    is_first = index == axis.rank == expert.rank == 0
+    if axis.size * expert.size > 1 and is_first and not is_compared(d.config, expert.size > 1):
+        get_logger().warning(
+            f"{d.class_name} is sharded by the plan of transformers, and no gradients were "
+            f"compared with the unsplit model: run `pipemega hf check` before training"
+        )
     regions = ActivationRegions(
         axis, d.sequence_parallel and axis.size > 1, bool(styles) and has_dropout(d.config)
     )
-    layer = shard_layer(layer, Sharding(styles, family, d.config, axis, regions))
+    layer = shard_layer(layer, Sharding(styles, family, d.config, axis, expert, regions))
     enable_deferral(layer)
+    add_auxiliary_losses(layer, d.config, losses)
     keep_in_fp32(layer, d.model, path)
     vars(layer).update(
         _arguments=arguments,

@@ -11,11 +11,9 @@
     moe_tp_experts                    a part of each expert; the outputs are summed
     packed_colwise, packed_rowwise,   a parameter, sharded along one of its dims; packed: two blocks
     colwise, rowwise, dim:D
-    on_first_rank                     a parameter that is added on the first rank only
     local_params                      nothing: parameters of the module have styles of their own
 
-The names are taken from transformers' plans (`base_model_tp_plan`), except blocks, qkv, dim and
-on_first_rank.
+The names are taken from transformers' plans (`base_model_tp_plan`), except blocks, qkv and dim.
 
 Keys and values with fewer heads than tensor ranks: each rank computes the head it needs.
 
@@ -24,12 +22,7 @@ Keys and values with fewer heads than tensor ranks: each rank computes the head 
                                                   rank 2   q4 q5   k1
                                                   rank 3   q6 q7   k1
 
-Experts of transformers with two grouped products, whose weight gradients can be deferred.
-
-    tokens sorted by expert  ->  product with gate_up  ->  gate  ->  product with down  ->  sum
-
-Registered as one of the implementations that transformers chooses from
-(`config._experts_implementation`), so every class of experts that offers a choice uses it.
+Experts are divided over the expert axis too, see experts.py.
 
 Embedding and head of a Hugging Face model, with the vocabulary sharded over tensor ranks.
 """
@@ -46,11 +39,11 @@ from torch import Tensor, nn
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.hf.activation_regions import ActivationRegions, GatheredColumnLinear, Place
+from pipemega.hf.experts import are_exchangeable, divide_experts
 from pipemega.hf.families import KEY_VALUE, Family
-from pipemega.hf.placeholders import ModuleStub, import_transformers, set_module
+from pipemega.hf.placeholders import ModuleStub, set_module
 from pipemega.hf.weights.safetensors_files import mark_transposed
 from pipemega.parameters import Shard, attach_shard, even_share, mark_partial_gradient
-from pipemega.pipeline.split_backward import grouped_linear
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pipemega.tensor_parallel.collectives import (
     copy_to_tensor,
@@ -111,7 +104,7 @@ class Sharding:
         styles: module or parameter of the layer -> style.
         family: attributes to divide.
         config: the `PretrainedConfig` of the model.
-        axis: the tensor axis of the mesh.
+        axis, expert: the tensor axis and the expert axis of the mesh.
         regions: where activations are sharded, gathered or slices of the sequence.
     """
 
@@ -119,6 +112,7 @@ class Sharding:
     family: Family
     config: Any
     axis: Axis
+    expert: Axis
     regions: ActivationRegions
 
 
@@ -126,7 +120,7 @@ def shard_layer(layer: nn.Module, sharding: Sharding) -> nn.Module:
     """Replace the modules and parameters of `layer`, on meta, by this rank's shards; return it.
 
     Raises:
-        ConfigError: a size is not a multiple of the tensor ranks, or a style is unknown.
+        ConfigError: a size is not a multiple of the tensor or expert ranks, or a style is unknown.
     """
     axis, styles = sharding.axis, sharding.styles
     modules = dict(layer.named_modules())
@@ -148,6 +142,7 @@ def shard_layer(layer: nn.Module, sharding: Sharding) -> nn.Module:
             if name in styles:
                 _shard_parameter(layer, name, styles[name], axis)
         _divide_attributes(modules, sharding)
+    divide_experts(layer, sharding.config, sharding.expert)
     sharding.regions.attach(layer, styles)
     return layer
 
@@ -267,25 +262,23 @@ def _copy_rope_channels(module: nn.Module, config: Any, axis: Axis) -> None:
     module.register_forward_hook(copy_last)
 
 
-def _sum_experts(module: nn.Module, config: Any, axis: Axis) -> None:
-    """Each rank has a part of each expert: copy what enters, sum what leaves."""
+def _shard_experts(module: nn.Module, config: Any, axis: Axis) -> None:
+    """Each rank has a part of each expert: their outputs are summed."""
     if getattr(module, "has_post_expert_norm", False):
         raise ConfigError(
             f"{config.model_type} normalises the output of each expert, which is a sum over the "
             f"tensor ranks: use mesh.tensor = 1",
             on_every_rank=True,
         )
+    if are_exchangeable(module):
+        vars(module)["tensor_axis"] = axis
+        if getattr(module, "down_proj_bias", None) is not None:
+            _shard_parameter(module, "down_proj_bias", "dim:1", axis)
+        return
     run = module.forward
 
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        bias = module._parameters.get("down_proj_bias")
-        if bias is not None and axis.rank > 0:
-            module._parameters["down_proj_bias"] = bias * 0  # type: ignore[assignment]
-        try:
-            y = run(copy_to_tensor(hidden, axis), index, copy_to_tensor(weights, axis))
-        finally:
-            if bias is not None:
-                module._parameters["down_proj_bias"] = bias
+        y = run(copy_to_tensor(hidden, axis), index, copy_to_tensor(weights, axis))
         return reduce_from_tensor(y, axis)
 
     vars(module)["forward"] = forward
@@ -296,7 +289,7 @@ _IN_PLACE: dict[str, Callable[[nn.Module, Any, Axis], None]] = {
     "local_params": lambda module, config, axis: None,
     "replicated_with_grad_allreduce": _mark_partial,
     "mla_kv_a_proj": _copy_rope_channels,
-    "moe_tp_experts": _sum_experts,
+    "moe_tp_experts": _shard_experts,
 }
 
 
@@ -304,9 +297,6 @@ def _shard_parameter(layer: nn.Module, name: str, style: str, axis: Axis) -> Non
     path, _, last = name.rpartition(".")
     owner, parameter = layer.get_submodule(path), layer.get_parameter(name)
     kind, _, detail = style.partition(":")
-    if kind == "on_first_rank":
-        attach_shard(parameter, Shard(tuple(parameter.shape), partial_gradient=True))
-        return
     dim = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}.get(kind)
     dim = (int(detail) if dim is None else dim) % parameter.dim()
     blocks = 2 if kind.startswith("packed") else 1
@@ -318,64 +308,6 @@ def _shard_parameter(layer: nn.Module, name: str, style: str, axis: Axis) -> Non
     local = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
     ranges = tuple((start, start + share) for start in starts)
     setattr(owner, last, attach_shard(local, Shard(tuple(parameter.shape), dim, ranges)))
-
-
-IMPLEMENTATION = "pipemega"
-
-
-def register_experts() -> None:
-    """Make the implementation known to transformers."""
-    import_transformers()
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
-
-
-def enable_deferral(layer: nn.Module) -> None:
-    """Let split backward defer the weight gradients of the experts in `layer`."""
-    for module in layer.modules():
-        if hasattr(module, "_apply_gate") and hasattr(module, "down_proj"):
-            vars(module)["grouped_product"] = grouped_linear
-            # The sizes of its products depend on the values that the router computes.
-            vars(module)["uncompiled_methods"] = ("forward",)
-
-
-def experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of the outputs of the chosen experts.
-
-    Shape:
-        hidden [tokens, hidden], index and weights [tokens, chosen]  ->  [tokens, hidden]
-    """
-    chosen = index.shape[-1]
-    expert, order = torch.sort(index.reshape(-1), stable=True)  # [tokens * chosen]
-    product = getattr(experts, "grouped_product", grouped_linear)
-    sizes = _tokens_per_expert(expert, experts.num_experts)
-
-    def apply(x: Tensor, name: str) -> Tensor:
-        weight = getattr(experts, name)
-        y: Tensor = product(x, weight, sizes, experts.is_transposed)
-        return y + getattr(experts, f"{name}_bias")[expert] if experts.has_bias else y
-
-    x = hidden[order // chosen]
-    if experts.has_gate:
-        x = experts._apply_gate(apply(x, "gate_up_proj"))
-    else:
-        x = experts.act_fn(apply(x, "up_proj"))
-    x = apply(x, "down_proj")
-    if getattr(experts, "has_post_expert_norm", False):  # transformers 5.9 has none
-        x = experts.post_expert_norm(x)
-    x = x * weights.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return x[back].view(len(hidden), chosen, -1).sum(1).to(hidden.dtype)
-
-
-def _tokens_per_expert(expert: Tensor, num_experts: int) -> list[int]:
-    """Return the number of entries of each expert; equal shares on the meta device."""
-    if expert.is_meta:
-        return [len(e) for e in torch.tensor_split(expert, num_experts)]
-    sizes: list[int] = torch.bincount(expert, minlength=num_experts).tolist()
-    return sizes
 
 
 # Rows per rank are a multiple of this number, if there are several tensor ranks.

@@ -36,20 +36,29 @@ class TokenLoss(nn.Module):
         logits [batch, sequence, padded vocabulary / T], labels [batch, sequence]
         ->  WeightedLoss: the sum over tokens and their number, both divided by the sequence length,
         so that they fit fp16
+
+    Args:
+        vocab_size, axis: size of the vocabulary, and the ranks that it is sharded over.
+        has_auxiliary_losses: layers have losses that are weighted as this one.
     """
 
     takes_deferred_logits = True
 
-    def __init__(self, vocab_size: int, axis: Axis) -> None:
+    def __init__(self, vocab_size: int, axis: Axis, has_auxiliary_losses: bool = False) -> None:
         super().__init__()
         self._vocab_size, self._axis = vocab_size, axis
+        self.weight_of_labels = _token_weight if has_auxiliary_losses else None
 
     def forward(self, logits: Tensor | DeferredLogits, labels: Tensor) -> WeightedLoss:
         length = labels.shape[-1]
         total = cross_entropy_sum(
             logits, labels, axis=self._axis, vocab_size=self._vocab_size, factor=1 / length
         )
-        return WeightedLoss(total, (labels != -100).sum().to(total.dtype) / length)
+        return WeightedLoss(total, _token_weight(labels).to(total.dtype))
+
+
+def _token_weight(labels: Tensor) -> Tensor:
+    return (labels != -100).sum() / labels.shape[-1]
 
 
 def class_loss(logits: Tensor, labels: Tensor) -> WeightedLoss:

@@ -12,6 +12,7 @@ nothing is counted or exchanged again but the rows.
 
 With tensor parallelism each tensor rank exchanges a slice of the channels, and the tensor ranks
 then gather the slices: all of them have equally many rows, so that these collectives are even.
+Without an exchange all tensor ranks keep whole rows, and the sums of the tokens are reduced.
 
 The sums of copies are in a fixed order, and no gradient uses atomic additions.
 """
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from pipemega.distributed.comm_errors import comm_error, named_collective, with_ranks
 from pipemega.distributed.device_waits import mark, synchronize
@@ -33,6 +35,7 @@ from pipemega.tensor_parallel.collectives import (
     copy_to_tensor,
     gather_from_tensor,
     gather_sequence,
+    reduce_from_tensor,
     reduce_scatter_sequence,
     scatter_to_tensor,
     start_all_to_all,
@@ -77,10 +80,14 @@ class Dispatch:
         self, tokens: Tensor, experts: Tensor, num_experts: int, expert: Axis, tensor: Axis
     ) -> None:
         self._expert, self._tensor, self._chosen = expert, tensor, experts.shape[1]
+        self._is_local = expert.size == 1
         find = partial(_routes, experts, num_experts, expert)
         self.routes = routes = remembered(find)
+        if self._is_local:
+            tokens = copy_to_tensor(tokens, tensor)
         rows: Tensor = _Copies.apply(tokens, routes.order, routes.back, self._chosen)  # type: ignore[no-untyped-call]
-        rows = scatter_to_tensor(rows, tensor)
+        if not self._is_local:
+            rows = scatter_to_tensor(rows, tensor)
         self._exchange = _Exchange(expert, routes.sent, routes.received)
         self._rows = self._exchange.start(rows)
 
@@ -90,7 +97,7 @@ class Dispatch:
         rows = _permuted(rows, self.routes.by_expert, self.routes.by_source)
         del self._rows
         # Each tensor rank computes other columns: their gradients are summed.
-        return gather_sequence(rows, self._tensor, dim=-1)
+        return rows if self._is_local else gather_sequence(rows, self._tensor, dim=-1)
 
     def combine(self, rows: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the weighted sum of the results of the experts of each token: [n, h].
@@ -102,7 +109,11 @@ class Dispatch:
             bias: added to the rows: [m, h / T], this rank's slice of the channels.
         """
         routes, tensor = self.routes, self._tensor
-        rows = reduce_scatter_sequence(rows, tensor, dim=-1)
+        if not self._is_local:
+            rows = reduce_scatter_sequence(rows, tensor, dim=-1)
+        elif bias is not None and tensor.size > 1:
+            own = bias.shape[1]
+            bias = F.pad(bias, (tensor.rank * own, (tensor.size - 1 - tensor.rank) * own))
         if bias is not None:
             rows = rows + bias
         rows = _permuted(rows, routes.by_source, routes.by_expert)
@@ -111,7 +122,8 @@ class Dispatch:
         rows = _permuted(rows, routes.back, routes.order)
         weights = copy_to_tensor(weights, tensor).to(rows.dtype)
         summed = (rows.view(-1, self._chosen, rows.shape[-1]) * weights.unsqueeze(-1)).sum(1)
-        return gather_from_tensor(summed, tensor)
+        # A part of the sum, or a slice of the channels.
+        return (reduce_from_tensor if self._is_local else gather_from_tensor)(summed, tensor)
 
 
 def _routes(experts: Tensor, num_experts: int, axis: Axis) -> Routes:

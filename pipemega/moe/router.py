@@ -113,7 +113,9 @@ class Router(nn.Module, DeferredStatistics):
         dtype = torch.promote_types(x.dtype, torch.float32)
         z = F.linear(x.to(dtype), self.weight.to(dtype))  # [batch, sequence, E]
         experts = remembered(lambda: self._choose(z, counted))
-        weights = self._add_losses(self._weights(z, experts), z, counted)
+        weights = self._weights(z, experts)
+        if self.training:
+            weights = with_auxiliary_losses(weights, z, self.config, counted)
         return Routing(experts.flatten(0, 1), weights.flatten(0, 1))
 
     def _choose(self, z: Tensor, counted: Tensor | None) -> Tensor:
@@ -145,42 +147,6 @@ class Router(nn.Module, DeferredStatistics):
             weights = z.gather(-1, experts).softmax(-1)
         return weights if c.topk_scaling_factor is None else weights * c.topk_scaling_factor
 
-    def _add_losses(self, weights: Tensor, z: Tensor, counted: Tensor | None) -> Tensor:
-        """Return the weights, whose backward also starts the backward of the auxiliary losses."""
-        c = self.config
-        if not (self.training and torch.is_grad_enabled()):
-            return weights
-        losses = []
-        if c.aux_loss_coeff:
-            losses.append(c.aux_loss_coeff * self._balance_loss(z, counted))
-        if c.z_loss_coeff:
-            squares = z.logsumexp(-1).square()
-            if counted is not None:
-                squares = squares * counted
-            losses.append(c.z_loss_coeff * squares.sum() / z.shape[1])
-        if not losses:
-            return weights
-        added: Tensor = _WithLoss.apply(weights, torch.stack(losses).sum())  # type: ignore[no-untyped-call]
-        return added
-
-    def _balance_loss(self, z: Tensor, counted: Tensor | None) -> Tensor:
-        """Return the sum over the samples of the loss that balances the experts."""
-        c, (batch, length, _) = self.config, z.shape
-        if c.score_function == "sigmoid":
-            q = z.sigmoid()
-            p = q / (q.sum(-1, keepdim=True) + 1e-20)
-        else:
-            p = z.softmax(-1)
-        chosen = torch.zeros_like(p, requires_grad=False)
-        chosen.scatter_(-1, remembered(lambda: p.detach().topk(c.topk, dim=-1).indices), 1.0)
-        if counted is not None:
-            p, chosen = p * counted.unsqueeze(-1), chosen * counted.unsqueeze(-1)
-        factor = c.num_experts / (c.topk * length**2)
-        if c.load_balancing_type == "seq_aux_loss":
-            return factor * (chosen.sum(1) * p.sum(1)).sum()
-        # The mean over batch * length tokens, counted for each sample.
-        return factor / batch * (chosen.sum((0, 1)) * p.sum((0, 1))).sum()
-
     @torch.no_grad()
     def update(self, sums: Tensor) -> None:
         """Move the bias towards equal numbers of tokens."""
@@ -190,6 +156,49 @@ class Router(nn.Module, DeferredStatistics):
 
     def extra_repr(self) -> str:
         return f"{self.config.num_experts} experts, {self.config.topk} per token"
+
+
+def with_auxiliary_losses(
+    weights: Tensor, z: Tensor, config: RouterConfig, counted: Tensor | None = None
+) -> Tensor:
+    """Return the weights, whose backward also starts the backward of the auxiliary losses.
+
+    Args:
+        weights: the weights of the chosen experts, of any shape.
+        z: the logits of a router: [batch, sequence, E].
+        counted: see `Router`.
+    """
+    c, losses = config, []
+    if c.aux_loss_coeff:
+        losses.append(c.aux_loss_coeff * _balance_loss(z, c, counted))
+    if c.z_loss_coeff:
+        squares = z.logsumexp(-1).square()
+        if counted is not None:
+            squares = squares * counted
+        losses.append(c.z_loss_coeff * squares.sum() / z.shape[1])
+    if not losses or not torch.is_grad_enabled():
+        return weights
+    added: Tensor = _WithLoss.apply(weights, torch.stack(losses).sum())  # type: ignore[no-untyped-call]
+    return added
+
+
+def _balance_loss(z: Tensor, config: RouterConfig, counted: Tensor | None) -> Tensor:
+    """Return the sum over the samples of the loss that balances the experts."""
+    c, (batch, length, _) = config, z.shape
+    if c.score_function == "sigmoid":
+        q = z.sigmoid()
+        p = q / (q.sum(-1, keepdim=True) + 1e-20)
+    else:
+        p = z.softmax(-1)
+    chosen = torch.zeros_like(p, requires_grad=False)
+    chosen.scatter_(-1, remembered(lambda: p.detach().topk(c.topk, dim=-1).indices), 1.0)
+    if counted is not None:
+        p, chosen = p * counted.unsqueeze(-1), chosen * counted.unsqueeze(-1)
+    factor = c.num_experts / (c.topk * length**2)
+    if c.load_balancing_type == "seq_aux_loss":
+        return factor * (chosen.sum(1) * p.sum(1)).sum()
+    # The mean over batch * length tokens, counted for each sample.
+    return factor / batch * (chosen.sum((0, 1)) * p.sum((0, 1))).sum()
 
 
 def _best_groups(q: Tensor, groups: int, best: int, topk: int) -> Tensor:

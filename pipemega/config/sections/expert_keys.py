@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pipemega.config.declarations import Count, NotNegative, Positive, own, refused, rule
+from pipemega.config.sections.hf_section import HFSection
 from pipemega.config.sections.pipeline_sections import MeshSection
 from pipemega.config.sections.transformer_sections import TransformerSection, near_multiples
 
@@ -199,7 +200,8 @@ def errors_of_experts(config: Any) -> Iterator[str]:
     ranks, model = config.mesh.expert, config.model
     if ranks == 1:
         return
-    if model is not None and not isinstance(model, ExpertKeys):
+    # Only transformers knows whether a model of it has experts.
+    if model is not None and not isinstance(model, ExpertKeys | HFSection):
         yield (
             f"mesh.expert is {ranks}, and model.type {model.type!r} has no experts that data ranks "
             "can share: set it to 1"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pipemega.config.declarations import Count, Name, own
+from pipemega.config.declarations import Count, Name, NotNegative, own
 from pipemega.config.model_registry import ModelSection, register_model
 
 # Longest sample if `seq_length` is null: the positions of a model may be far more than fit.
@@ -36,6 +36,13 @@ class HFSection(ModelSection):
         None,
         "Tokens per sample; with learned positions (GPT-2, OPT) at most their number; "
         f"null: the number of positions of the model, at most {LONGEST_DEFAULT}.",
+    )
+
+    moe_aux_loss_coeff: NotNegative = own(
+        0.0, "Weight of the loss of each layer that balances its experts; 0: there is none."
+    )
+    moe_z_loss_coeff: NotNegative = own(
+        0.0, "Weight of the squared log-sum-exp of the logits of each router (ST-MoE: 1e-3)."
     )
 
     @property

@@ -108,11 +108,15 @@ def _names_of_other_classes(model: Any) -> set[str]:
     return names
 
 
+Cut = tuple[int, int, int]
+"""(start in the model's tensor, length, start in the local tensor) along one dim."""
+
+
 class SafetensorsSource:
     """A WeightSource that reads a folder as `save_pretrained` writes it.
 
     Values are cast to the dtype of the tensors that are filled. Of experts that are stored one by
-    one, a rank reads its slice of each.
+    one, a rank reads its slice of each of its own.
 
     Args:
         folder: the folder of the safetensors files.
@@ -168,32 +172,32 @@ class SafetensorsSource:
             shard.copy_from_full(made.T if transposed else made, local)
             return
         view = local.T if transposed else local
-        dim, segments = shard.dim, shard.segments
-        if dim is None:
-            dim, segments = 0, ((0, view.shape[0] if view.dim() else 1, 0),)
-        else:
+        cuts: dict[int, Cut] = {}
+        if shard.rows is not None:
+            start, stop = shard.rows
+            cuts[0] = (start, stop - start, 0)
+        each = [cuts]
+        if shard.dim is not None:
             # Padding stays 0.
             local.zero_()
-            dim = local.dim() - 1 - dim if transposed else dim
+            dim = local.dim() - 1 - shard.dim if transposed else shard.dim
+            each = [{**cuts, dim: segment} for segment in shard.segments]
         for part in self._mapping.parts[name]:
-            for segment in segments:
-                self._copy_part(part, view, dim, segment)
+            for cut in each:
+                self._copy_part(part, view, cut)
 
-    def _copy_part(
-        self, part: StoredPart, local: Tensor, dim: int, segment: tuple[int, int, int]
-    ) -> None:
-        """Copy the common region of a stored tensor and of one segment of the shard.
+    def _copy_part(self, part: StoredPart, local: Tensor, cuts: Mapping[int, Cut]) -> None:
+        """Copy the common region of a stored tensor and of one region of the shard.
 
         Args:
             local: the local tensor, with its dims in the order of the files.
-            dim: the dim of the shard.
-            segment: (start in the model's tensor, length, start in `local`).
+            cuts: dim -> its part in the region; the region is whole in the other dims.
         """
-        start, length, offset = segment
         index: list[slice] = []
         for d, (low, high) in enumerate(part.box):
             first, last, at = low, high, low
-            if d == dim:
+            if d in cuts:
+                start, length, offset = cuts[d]
                 first, last = max(low, start), min(high, start + length)
                 at = first - start + offset
             if first >= last:

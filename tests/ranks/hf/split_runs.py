@@ -39,18 +39,21 @@ def module_of(config: Any, sequence_parallel: bool = False) -> HFPipelineModule:
     return HFPipelineModule(description, source)
 
 
-def engine_config(mesh: tuple[int, int], schedule: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+def engine_config(
+    mesh: tuple[int, ...], schedule: str, keys: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a config: one SGD step, whose change of the parameters is the gradient.
 
     Args:
-        mesh: pipeline and tensor ranks.
+        mesh: pipeline and tensor ranks; data and expert ranks, by default 1.
         keys: replace those of the config.
     """
+    names = ("pipeline", "tensor", "data", "expert")
     return {
         "train_batch_size": tiny_models.NUM_MICROBATCHES,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0,
-        "mesh": {"pipeline": mesh[0], "tensor": mesh[1], "data": 1, "device": "cpu"},
+        "mesh": {"data": 1, "device": "cpu"} | dict(zip(names, mesh, strict=False)),
         "pipeline": {"schedule": schedule},
         "training": {"loss_reduction": "token"},
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
@@ -59,7 +62,7 @@ def engine_config(mesh: tuple[int, int], schedule: str, keys: Mapping[str, Any])
 
 def one_step(
     family: str,
-    mesh: tuple[int, int],
+    mesh: tuple[int, ...],
     schedule: str,
     side: str = "plain",
     attention: str = "eager",
@@ -97,7 +100,7 @@ def one_step_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return one_step(**arguments)
 
 
-def initial_values(family: str, mesh: tuple[int, int]) -> dict[str, Any]:
+def initial_values(family: str, mesh: tuple[int, ...]) -> dict[str, Any]:
     """Return the parameters of a model from scratch, by HF's names."""
     config = tiny_models.config_of(family)
     net = HFPipelineModule(ModelDescription(config, model_class_of(config, None)))
@@ -105,7 +108,7 @@ def initial_values(family: str, mesh: tuple[int, int]) -> dict[str, Any]:
     return {net.hf_name(n): value.numpy() for n, value in engine.parameter_state().items()}
 
 
-def half_precision_step(family: str, mesh: tuple[int, int], precision: str) -> dict[str, Any]:
+def half_precision_step(family: str, mesh: tuple[int, ...], precision: str) -> dict[str, Any]:
     """Return the loss of one step and the dtypes of the local parameters, by HF's names."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -124,7 +127,7 @@ def half_precision_step(family: str, mesh: tuple[int, int], precision: str) -> d
     return {"loss": loss, "dtypes": dtypes}
 
 
-def evaluation_loss(family: str, mesh: tuple[int, int], embedded: bool = False) -> float:
+def evaluation_loss(family: str, mesh: tuple[int, ...], embedded: bool = False) -> float:
     """Return the loss of an evaluation.
 
     Args:

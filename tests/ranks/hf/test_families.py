@@ -4,6 +4,7 @@ In float64, all parameters, to 1e-10 of the largest gradient. By default some fa
 ranks with a split backward; `pytest -m sweep` runs all families on all meshes and schedules.
 """
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -48,7 +49,7 @@ def assert_equal_to_hf(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
 def check(
     pool: RankPool,
     family: str,
-    mesh: tuple[int, int],
+    mesh: tuple[int, ...],
     schedule: str,
     side: str = "plain",
     attention: str = "eager",
@@ -56,7 +57,7 @@ def check(
     **options: Any,
 ) -> None:
     run = pool.run(
-        mesh[0] * mesh[1],
+        math.prod(mesh[:3]),
         split_runs.one_step_with,
         dict(family=family, mesh=mesh, schedule=schedule, side=side, attention=attention,
              changes=changes, **options),
@@ -69,6 +70,31 @@ def check(
 @pytest.mark.parametrize("family", some(DEFAULT, 0, 1))
 def test_a_split_model_has_the_gradients_of_the_unsplit_one(pool: RankPool, family: str) -> None:
     check(pool, family, (2, 2), "zb-v")
+
+
+EXPERTS = [
+    "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "olmoe", "granitemoe", "phimoe", "gpt-oss",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("gpt-oss", (2, 1, 2, 2)),
+        ("deepseek-v3", (1, 2, 2, 2)),
+        *(
+            pytest.param(family, mesh, marks=pytest.mark.sweep)
+            for family in EXPERTS
+            for mesh in [(1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 4, 2), (1, 1, 4, 4)]
+        ),
+    ],
+    ids=str,
+)
+def test_expert_ranks_have_the_gradients_of_the_unsplit_model(
+    pool: RankPool, family: str, mesh: tuple[int, ...]
+) -> None:
+    """With a message of tokens in each layer, and a split backward."""
+    check(pool, family, mesh, "zb-v" if mesh[0] > 1 else "1f1b")
 
 
 @pytest.mark.sweep

@@ -71,6 +71,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "deepseek-v2": _sized("DeepseekV2Config", **MLA),
     "deepseek-v3": _sized("DeepseekV3Config", **MLA),
     "gpt-oss": _sized("GptOssConfig", num_local_experts=4, sliding_window=4, **_MOE),
+    "qwen2-moe": _sized(
+        "Qwen2MoeConfig", num_experts=4, moe_intermediate_size=16,
+        shared_expert_intermediate_size=24, num_experts_per_tok=2, mlp_only_layers=[1],
+    ),
+    "olmoe": _sized("OlmoeConfig", num_experts=4, num_experts_per_tok=2),
+    "granitemoe": _sized("GraniteMoeConfig", num_local_experts=4, num_experts_per_tok=2),
+    "phimoe": _sized(
+        "PhimoeConfig", num_local_experts=4, router_jitter_noise=0.0, input_jitter_noise=0.0
+    ),
     "gpt2": _sized("GPT2Config", **_GPT2_DROPOUT),
     "gptj": _sized(
         "GPTJConfig", n_embd=32, n_layer=4, n_head=4, n_positions=64, rotary_dim=8, **_GPT2_DROPOUT
