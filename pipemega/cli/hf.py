@@ -27,8 +27,9 @@ Check that pipemega trains a Hugging Face model as transformers does, on the ins
 
 The config is shrunk: fewer layers, heads, experts and tokens, narrower. With random weights in
 float64, transformers' own model computes loss and gradients in this process, and the split model
-on P x T processes of this machine (gloo, no GPU). Every gradient is compared. The command also
-checks that every layer of the full size can be split over T tensor ranks. It reads no weights.
+on P x T x E processes of this machine (gloo, no GPU). Every gradient is compared. The command also
+checks that every layer of the full size can be split over T tensor and E expert ranks. It reads no
+weights.
 
 Exit code 1: a loss or a gradient differs.
 """
@@ -44,6 +45,7 @@ _EXAMPLE = """\
 examples:
   python -m pipemega hf check models/llama-7b
   python -m pipemega hf check models/llama-7b --tensor 2 --pipeline 2 --schedule zb-v
+  python -m pipemega hf check models/mixtral-8x7b --expert 2
 """
 
 
@@ -62,6 +64,13 @@ def add_check(commands: Subparsers) -> None:
     )
     parser.add_argument(
         "--tensor", type=positive_count, default=1, metavar="T", help="tensor ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--expert",
+        type=positive_count,
+        default=1,
+        metavar="E",
+        help="data ranks that divide the experts, as mesh.expert (default: 1)",
     )
     parser.add_argument(
         "--schedule", default="1f1b", metavar="S", help="as pipeline.schedule (default: 1f1b)"
@@ -87,6 +96,7 @@ def _check(arguments: argparse.Namespace) -> int:
         task=arguments.task,
         pipeline=arguments.pipeline,
         tensor=arguments.tensor,
+        expert=arguments.expert,
         schedule=arguments.schedule,
         sequence_parallel=arguments.sequence_parallel,
         attn_implementation=arguments.attn_implementation,

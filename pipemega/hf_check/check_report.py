@@ -68,6 +68,8 @@ def _verdict(result: CheckResult, split: SplitSettings) -> str:
 def _described(split: SplitSettings) -> str:
     sequence = ", sequence parallel" if split.sequence_parallel else ""
     sizes = f"pipeline {split.pipeline} x tensor {split.tensor}"
+    if split.expert > 1:
+        sizes += f" x expert {split.expert}"
     return f"{sizes}, schedule {split.schedule}{sequence}"
 
 
@@ -116,6 +118,7 @@ def values(result: CheckResult, split: SplitSettings) -> dict[str, Any]:
         "torch": torch.__version__,
         "pipeline": split.pipeline,
         "tensor": split.tensor,
+        "expert": split.expert,
         "schedule": split.schedule,
         "sequence_parallel": split.sequence_parallel,
         "tolerance": TOLERANCE,

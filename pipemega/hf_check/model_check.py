@@ -168,14 +168,14 @@ def check_model(config: Any, split: SplitSettings, launch: RunRanks | None = Non
         sequence_parallel=split.sequence_parallel,
         attn_implementation=split.attn_implementation,
     )
-    parameters = _split_on_meta(full, split.tensor)
+    parameters = _split_on_meta(full, split)
     model_class = type(full.description.model)
     stages = split.pipeline * find_schedule(split.schedule).default_chunks
     split = replace(split, num_microbatches=max(4, 2 * split.pipeline))
     small, changes = small_model(
-        full.description.config, model_class, Needs(max(2, stages), split.tensor)
+        full.description.config, model_class, Needs(max(2, stages), split.tensor, split.expert)
     )
-    batches = random_batches(small, split.num_microbatches * _SAMPLES)
+    batches = random_batches(small, split.num_microbatches * split.expert * _SAMPLES)
     with tempfile.TemporaryDirectory() as folder:
         small.save_pretrained(folder)
         split = replace(split, folder=folder)
@@ -190,17 +190,18 @@ def check_model(config: Any, split: SplitSettings, launch: RunRanks | None = Non
     return CheckResult(model_class.__name__, parameters, count, changes, comparisons, refused)
 
 
-def _split_on_meta(net: HFPipelineModule, tensor: int) -> int:
-    """Build every layer of the user's sizes on the meta device as the last tensor rank has it.
+def _split_on_meta(net: HFPipelineModule, split: SplitSettings) -> int:
+    """Build every layer of the user's sizes on the meta device as the last rank has it.
 
     Returns the number of parameters.
 
     Raises:
-        ConfigError: a size does not divide by the tensor ranks.
+        ConfigError: a size does not divide by the tensor or expert ranks.
     """
-    axis = Axis("tensor", tuple(range(tensor)), tensor - 1)
+    tensor = Axis("tensor", tuple(range(split.tensor)), split.tensor - 1)
+    expert = Axis("expert", tuple(range(split.expert)), split.expert - 1)
     for spec in net.specs:
-        spec.build(axis, "meta")
+        spec.on_expert_axis(expert).build(tensor, "meta")
     d = net.description
     return sum(p.numel() for module in (d.model, *d.layers) for p in module.parameters())
 

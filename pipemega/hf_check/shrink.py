@@ -77,10 +77,12 @@ class Needs:
     Args:
         layers: the smallest number of layers of a stack.
         tensor: tensor ranks; a size is divisible by them if the user's is.
+        expert: expert ranks, of which the number of experts remains a multiple.
     """
 
     layers: int = 2
     tensor: int = 1
+    expert: int = 1
 
 
 # Their widths are equal to the widths of other nested configs (SAM).
@@ -152,7 +154,7 @@ def _new_values(values: Mapping[str, Any], needs: Needs, groups: Sequence[str]) 
     if "windows" in groups:
         new |= {k: min(v, WINDOW) for k, v in _sizes(values, _WINDOW)}
     if "experts" in groups:
-        new |= _experts(values)
+        new |= _experts(values, needs.expert)
     if "images" in groups:
         new |= _images(values)
     if "widths" in groups:
@@ -262,9 +264,10 @@ def _rope_positions(rope: Mapping[str, Any]) -> dict[str, Any]:
     return new
 
 
-def _experts(values: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(values: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     grouped = any(v > 1 for _, v in _sizes(values, _EXPERT_GROUPS))
-    new = {key: min(value, 8 if grouped else 4) for key, value in _sizes(values, _EXPERTS)}
+    least = math.lcm(8 if grouped else 4, ranks)
+    new = {key: min(value, least) for key, value in _sizes(values, _EXPERTS)}
     new |= {key: min(value, 2) for key, value in _sizes(values, _TOP_K)}
     new |= {key: min(value, 2) for key, value in _sizes(values, _EXPERT_GROUPS)}
     new |= {key: 1 for key, _ in _sizes(values, _GROUPS_PER_TOKEN)}

@@ -411,13 +411,16 @@ class SplitSettings:
     Args:
         folder: the folder of the model; when a rank runs, the folder of the small model.
         task: see `pipemega.from_pretrained`.
+        expert: `mesh.expert`, and data ranks.
         attn_implementation: name of the attention implementation; None: transformers chooses.
+        num_microbatches: of a step, on each data rank.
     """
 
     folder: str = ""
     task: str | None = None
     pipeline: int = 2
     tensor: int = 1
+    expert: int = 1
     schedule: str = "1f1b"
     sequence_parallel: bool = False
     attn_implementation: str | None = None
@@ -426,18 +429,19 @@ class SplitSettings:
 
     @property
     def world_size(self) -> int:
-        return self.pipeline * self.tensor
+        return self.pipeline * self.tensor * self.expert
 
     def config(self, samples: int) -> dict[str, Any]:
         """Return the config of a run of one step with `samples` samples."""
         return {
             "train_batch_size": samples,
-            "train_micro_batch_size_per_gpu": samples // self.num_microbatches,
+            "train_micro_batch_size_per_gpu": samples // (self.num_microbatches * self.expert),
             "gradient_clipping": 0.0,
             "mesh": {
                 "pipeline": self.pipeline,
                 "tensor": self.tensor,
-                "data": 1,
+                "data": self.expert,
+                "expert": self.expert,
                 "device": "cpu",
                 "sequence_parallel": self.sequence_parallel,
             },
@@ -481,7 +485,8 @@ def _gradients(split: SplitSettings, batch: RandomBatch) -> Gradients:
     try:
         before = engine.parameter_state()
         with KeepFloat64():
-            loss = engine.train_batch(iter(batch.microbatches(split.num_microbatches)))
+            parts = batch.microbatches(split.num_microbatches * split.expert)
+            loss = engine.train_batch(iter(parts[engine.mesh.data.rank :: split.expert]))
         after = engine.parameter_state()
     finally:
         engine.close()
