@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipemega.errors import ConfigError
-from pipemega.hf.experts import IMPLEMENTATION as EXPERTS
-from pipemega.hf.experts import register_experts
+from pipemega.hf.routed_experts import IMPLEMENTATION as EXPERTS
+from pipemega.hf.routed_experts import register_experts
 from pipemega.hf.families import refuse_settings
 from pipemega.hf.placeholders import (
     LayerPlaceholder,

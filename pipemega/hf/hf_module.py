@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipemega.config.sections.hf_section import LONGEST_DEFAULT, HFSection
 from pipemega.errors import ConfigError
 from pipemega.hf.description import ModelDescription
-from pipemega.hf.experts import auxiliary_losses
+from pipemega.hf.routed_experts import auxiliary_losses
 from pipemega.hf.families import family_of, refuse_other_class_loss, refuse_unknown_family
 from pipemega.hf.model_facts import (
     VocabularyNames,

@@ -22,7 +22,7 @@ Keys and values with fewer heads than tensor ranks: each rank computes the head 
                                                   rank 2   q4 q5   k1
                                                   rank 3   q6 q7   k1
 
-Experts are divided over the expert axis too, see experts.py.
+Experts are divided over the expert axis too, see routed_experts.py.
 
 Embedding and head of a Hugging Face model, with the vocabulary sharded over tensor ranks.
 """
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.hf.activation_regions import ActivationRegions, GatheredColumnLinear, Place
-from pipemega.hf.experts import are_exchangeable, divide_experts
+from pipemega.hf.routed_experts import are_exchangeable, divide_experts
 from pipemega.hf.families import KEY_VALUE, Family
 from pipemega.hf.placeholders import ModuleStub, set_module
 from pipemega.hf.weights.safetensors_files import mark_transposed

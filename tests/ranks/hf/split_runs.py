@@ -8,6 +8,7 @@ from torch import Tensor
 
 import pipemega
 from pipemega.hf.description import ModelDescription
+from pipemega.hf.routed_experts import auxiliary_losses
 from pipemega.hf.hf_module import HFPipelineModule
 from pipemega.hf.tasks import model_class_of
 from pipemega.hf.weights.safetensors_files import is_transposed
@@ -30,18 +31,23 @@ class StateDictSource:
         shard_of(tensor).copy_from_full(full.T if is_transposed(tensor) else full, tensor.data)
 
 
-def module_of(config: Any, sequence_parallel: bool = False) -> HFPipelineModule:
-    """Return the model as layers, with the values of `tiny_models.whole_model`."""
+def module_of(
+    config: Any, sequence_parallel: bool = False, losses: tuple[float, float] | None = None
+) -> HFPipelineModule:
+    """Return the model as layers, with the values of `tiny_models.whole_model`.
+
+    Args:
+        losses: weights of the auxiliary loss and the z-loss.
+    """
     source = StateDictSource(tiny_models.whole_model(config).state_dict())
     description = ModelDescription(
         config, model_class_of(config, None), sequence_parallel=sequence_parallel
     )
-    return HFPipelineModule(description, source)
+    routers = None if losses is None else auxiliary_losses(description, *losses)
+    return HFPipelineModule(description, source, losses=routers)
 
 
-def engine_config(
-    mesh: tuple[int, ...], schedule: str, keys: Mapping[str, Any]
-) -> dict[str, Any]:
+def engine_config(mesh: tuple[int, ...], schedule: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config: one SGD step, whose change of the parameters is the gradient.
 
     Args:
@@ -69,17 +75,19 @@ def one_step(
     changes: Mapping[str, Any] | None = None,
     sequence_parallel: bool = False,
     keys: Mapping[str, Any] | None = None,
+    losses: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
     """Return loss and gradients by HF's names.
 
     Args:
         changes: changes to the config of the family.
         keys: further keys of the config of the run.
+        losses: see `module_of`.
     """
     torch.set_default_dtype(torch.float64)
     try:
         config = tiny_models.config_of(family, attention, **(changes or {}))
-        net = module_of(config, sequence_parallel)
+        net = module_of(config, sequence_parallel, losses)
         engine, *_ = pipemega.initialize(net, engine_config(mesh, schedule, keys or {}))
         before = {name: value.clone() for name, value in engine.parameter_state().items()}
         data = tiny_models.microbatches(tiny_models.batch_of(config, side))

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("transformers", reason="Hugging Face models need transformers")
 
 from tests.ranks.hf import split_runs, tiny_models
+from tests.ranks.hf.tiny_models import EXPERTS
 from tests.ranks.pool import RankPool
 from tests.sampling import some, some_cases
 
@@ -72,11 +73,6 @@ def test_a_split_model_has_the_gradients_of_the_unsplit_one(pool: RankPool, fami
     check(pool, family, (2, 2), "zb-v")
 
 
-EXPERTS = [
-    "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "olmoe", "granitemoe", "phimoe", "gpt-oss",
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
@@ -93,8 +89,43 @@ EXPERTS = [
 def test_expert_ranks_have_the_gradients_of_the_unsplit_model(
     pool: RankPool, family: str, mesh: tuple[int, ...]
 ) -> None:
-    """With a message of tokens in each layer, and a split backward."""
-    check(pool, family, mesh, "zb-v" if mesh[0] > 1 else "1f1b")
+    """With an exchange of tokens in each layer, recomputed and with a split backward."""
+    schedule = "zb-v" if mesh[0] > 1 else "1f1b"
+    keys = {"pipeline": {"schedule": schedule, "activation_checkpoint_interval": 1}}
+    check(pool, family, mesh, schedule, keys=keys if mesh[0] > 1 else {})
+
+
+LOSSES = (0.3, 0.05)
+
+
+@cache
+def wanted_with_losses(family: str) -> dict[str, Any]:
+    return tiny_models.oracle(tiny_models.config_of(family), losses=LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("deepseek-v3", (2, 1, 2, 2)),
+        *(
+            pytest.param(family, mesh, marks=pytest.mark.sweep)
+            for family in EXPERTS
+            for mesh in [(2, 1, 1, 1), (1, 1, 2, 1), (2, 1, 2, 2), (1, 2, 2, 2)]
+        ),
+    ],
+    ids=str,
+)
+def test_auxiliary_losses_are_means_over_the_samples_of_the_step(
+    pool: RankPool, family: str, mesh: tuple[int, ...]
+) -> None:
+    """Some labels are ignored, so the weight of a sample in the loss is not 1."""
+    arguments = {"family": family, "mesh": mesh, "schedule": "1f1b", "losses": LOSSES}
+    want = wanted_with_losses(family)
+    for got in pool.run(math.prod(mesh[:3]), split_runs.one_step_with, arguments):
+        assert_equal_to_hf(got, want)
+    plain = wanted(family, "plain", "eager", ())["gradients"]
+    routers = [n for n in plain if n.endswith(("gate.weight", "router.weight"))]
+    assert all(numpy.abs(plain[n] - want["gradients"][n]).max() > 1e-6 for n in routers)
 
 
 @pytest.mark.sweep

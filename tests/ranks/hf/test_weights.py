@@ -1,25 +1,33 @@
 """From a folder onto a mesh, a training step, and out again: logits of transformers' own model."""
 
 import json
+import math
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers", reason="Hugging Face models need transformers")
 
 import transformers
+from safetensors.torch import load_file
 
 from pipemega.errors import CheckpointError
 from pipemega.hf.weights.checkpoint_model import export_checkpoint
 from pipemega.hf_check.split_run import KeepFloat64
 from tests.ranks.hf import tiny_models
+from tests.ranks.hf.tiny_models import EXPERTS
 from tests.ranks.hf.weight_runs import LEARNING_RATE, built_in_gpt, load_step_and_save
 from tests.ranks.pool import RanksFailed
 
-ZERO_1 = {"zero_optimization": {"stage": 1}}
+# Below the norms of all families.
+CLIPPED = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.1}
+# (pipeline, tensor, data, expert)
+EXPERT_MESHES = [(1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 4, 2)]
 CASES = [
     ("llama-tied", (2, 2, 1), {}),
-    ("mixtral", (1, 2, 2), ZERO_1),
+    ("mixtral", (1, 2, 2, 2), CLIPPED),
+    pytest.param("mixtral", (1, 2, 2), CLIPPED, marks=pytest.mark.sweep),
     pytest.param("gpt2", (2, 2, 1), {"pipeline": {"schedule": "zb-v"}}, marks=pytest.mark.sweep),
 ]
 
@@ -28,20 +36,30 @@ def cases():
     yield from CASES
     for family in tiny_models.CONFIGS:
         yield pytest.param(family, (2, 2, 1), {}, marks=pytest.mark.sweep)
+    for family in EXPERTS:
+        for mesh in EXPERT_MESHES:
+            yield pytest.param(family, mesh, CLIPPED, marks=pytest.mark.sweep)
 
 
-def stepped_model(family, folder):
-    """Save the model in fp64; return it after a step of SGD, and its logits."""
+def stepped_model(family, folder, steps=1, clipping=0.0):
+    """Save the model in fp64; return it after steps of SGD."""
     transformers.utils.logging.disable_progress_bar()
     config = tiny_models.config_of(family)
-    gradients = tiny_models.oracle(config)["gradients"]
     torch.set_default_dtype(torch.float64)
     try:
         model = tiny_models.whole_model(config)
         model.save_pretrained(folder, max_shard_size="60KB")
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter -= LEARNING_RATE * torch.from_numpy(gradients[name])
+        inputs, labels = tiny_models.batch_of(config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with KeepFloat64():
+                logits = tiny_models.logits_of(model, inputs)
+                tiny_models.token_loss(logits, labels).backward()
+            if clipping:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), clipping)
+                assert norm > clipping
+            optimizer.step()
     finally:
         torch.set_default_dtype(torch.float32)
     return model
@@ -62,12 +80,13 @@ def logits_of(model, inputs):
 def test_a_step_on_a_mesh_and_its_export_give_the_logits_of_transformers(
     family, mesh, keys, pool, tmp_path
 ):
-    model = stepped_model(family, tmp_path / "source")
+    """Two steps with ZeRO and clipping, which need the whole norm of the gradients."""
+    steps = 2 if keys is CLIPPED else 1
+    model = stepped_model(family, tmp_path / "source", steps, keys.get("gradient_clipping", 0.0))
     checkpoint, out = str(tmp_path / "checkpoint"), tmp_path / "out"
-    world_size = mesh[0] * mesh[1] * mesh[2]
-    pool.run(
-        world_size, load_step_and_save, str(tmp_path / "source"), family, mesh, checkpoint, keys
-    )
+    source = str(tmp_path / "source")
+    arguments = (source, family, mesh, checkpoint, keys, steps)
+    pool.run(math.prod(mesh[:3]), load_step_and_save, *arguments)
     export_checkpoint(checkpoint, out, max_shard_size="60KB")
     exported, info = type(model).from_pretrained(
         out, dtype="auto", attn_implementation="eager", output_loading_info=True
@@ -93,6 +112,19 @@ def test_each_of_four_ranks_reads_about_a_quarter_of_the_weights(pool, tmp_path)
         4, load_step_and_save, str(tmp_path / "source"), "llama", (2, 2, 1), str(tmp_path / "c")
     )
     assert all(0.2 * total < each < 0.3 * total for each in read)
+
+
+def test_a_rank_reads_its_own_experts_only(pool, tmp_path):
+    stepped_model("mixtral", tmp_path / "source")
+    total = experts = 0
+    for path in (tmp_path / "source").glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            total += tensor.nbytes
+            experts += tensor.nbytes * (".experts." in name)
+    mesh, checkpoint = (1, 1, 2, 2), str(tmp_path / "c")
+    read = pool.run(2, load_step_and_save, str(tmp_path / "source"), "mixtral", mesh, checkpoint)
+    assert 2 * experts > total
+    assert read == [total - experts // 2] * 2
 
 
 def test_a_missing_file_is_an_error_with_the_same_text_on_every_rank(pool, tmp_path):

@@ -53,6 +53,11 @@ def _sized(name: str, **changes: Any) -> Callable[[], Any]:
     return lambda: getattr(transformers, name)(**(SIZES | changes))
 
 
+# Of CONFIGS, those with experts that several data ranks can divide.
+EXPERTS = [
+    "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "olmoe", "granitemoe", "phimoe", "gpt-oss",
+]  # fmt: skip
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": _sized("LlamaConfig", tie_word_embeddings=False),
     "llama-tied": _sized("LlamaConfig", tie_word_embeddings=True, attention_bias=True),
@@ -246,12 +251,47 @@ def microbatches(batch: tuple[Any, Tensor]) -> list[tuple[Any, Tensor]]:
     return parts
 
 
+def logits_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    has_cache = model.config.model_type != "vit"
+    logits: Tensor = model(**inputs, **({"use_cache": False} if has_cache else {})).logits
+    return logits
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100)
+
+
+def router_losses(logits: Tensor, config: Any, losses: tuple[float, float]) -> Tensor:
+    """Return the mean over the samples of the losses of one router, term by term.
+
+    Args:
+        logits: of all samples, [samples * length, experts].
+        losses: weights of the auxiliary loss and the z-loss.
+    """
+    total, chosen = torch.zeros(()), config.num_experts_per_tok
+    for z in logits.view(NUM_MICROBATCHES, LENGTH, -1):
+        p = z.softmax(-1)
+        if config.model_type == "deepseek_v3":
+            p = z.sigmoid() / z.sigmoid().sum(-1, keepdim=True)
+        for expert in range(z.shape[1]):
+            count = sum(expert in row.topk(chosen).indices for row in p)
+            factor = z.shape[1] / (chosen * LENGTH**2)
+            total = total + losses[0] * factor * count * p[:, expert].sum()
+        total = total + losses[1] * z.exp().sum(-1).log().square().mean()
+    return total / NUM_MICROBATCHES
+
+
 def oracle(
-    config: Any, side: str = "plain", length: int = LENGTH, rotary_base: float | None = None
+    config: Any,
+    side: str = "plain",
+    length: int = LENGTH,
+    rotary_base: float | None = None,
+    losses: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
     """Return loss, logits and gradients by HF's names of the unsplit model, in float64.
 
     Args:
+        losses: see `router_losses`; they are in the gradients only.
         rotary_base: computes the frequencies of rotary positions in float64; transformers computes
             them in fp32 whatever the dtype of the model is.
     """
@@ -264,11 +304,15 @@ def oracle(
             count = len(rotary.inv_freq)
             rotary.inv_freq = rotary_base ** -(torch.arange(count) / count)
             inputs["position_ids"] = torch.arange(float(length)).unsqueeze(0)
+        logits_of_routers: list[Tensor] = []
+        for name, module in model.named_modules():
+            if losses is not None and name.endswith(("mlp.gate", "mlp.router", "moe.router")):
+                module.register_forward_hook(lambda *a: logits_of_routers.append(a[2][0]))
         with KeepFloat64():
-            output = model(**inputs, **({} if config.model_type == "vit" else {"use_cache": False}))
-            logits = output.logits
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100)
-            loss.backward()
+            logits = logits_of(model, inputs)
+            loss = token_loss(logits, labels)
+            extra = [router_losses(z, config, losses or (0, 0)) for z in logits_of_routers]
+            torch.stack([loss, *extra]).sum().backward()
     finally:
         torch.set_default_dtype(torch.float32)
     named = model.named_parameters()

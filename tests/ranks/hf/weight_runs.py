@@ -17,17 +17,18 @@ LEARNING_RATE = 0.1
 def load_step_and_save(
     folder: str,
     family: str,
-    mesh: tuple[int, int, int],
+    mesh: tuple[int, ...],
     checkpoint: str,
     keys: Mapping[str, Any] | None = None,
+    steps: int = 1,
 ) -> int:
-    """Load a folder, train one SGD step in fp64, save; return the bytes that this rank has read.
+    """Load a folder, train SGD steps in fp64, save; return the bytes that this rank has read.
 
     Args:
-        mesh: pipeline, tensor and data ranks.
+        mesh: pipeline, tensor and data ranks; expert ranks, by default 1.
         keys: further keys of the config of the run.
     """
-    pipeline, tensor, data = mesh
+    names = ("pipeline", "tensor", "data", "expert")
     torch.set_default_dtype(torch.float64)
     try:
         net = pipemega.from_pretrained(folder, attn_implementation="eager")
@@ -35,17 +36,18 @@ def load_step_and_save(
             "train_batch_size": tiny_models.NUM_MICROBATCHES,
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 0,
-            "mesh": {"pipeline": pipeline, "tensor": tensor, "data": data, "device": "cpu"},
+            "mesh": {"device": "cpu"} | dict(zip(names, mesh, strict=False)),
             "training": {"loss_reduction": "token"},
             "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
         }
-        # The other implementations of experts have no fp64.
+        # The layers have one implementation, whatever the config names.
         net.hf_config._experts_implementation = "eager"
         engine, *_ = pipemega.initialize(net, config | (keys or {}))
         batch = tiny_models.batch_of(tiny_models.config_of(family))
-        own = tiny_models.microbatches(batch)[engine.mesh.data.rank :: data]
+        own = tiny_models.microbatches(batch)[engine.mesh.data.rank :: engine.mesh.data.size]
         with KeepFloat64():
-            engine.train_batch(iter(own))
+            for _ in range(steps):
+                engine.train_batch(iter(own))
         engine.save_checkpoint(checkpoint, tag="trained")
         engine.close()
     finally:

@@ -97,6 +97,20 @@ def test_classifiers_are_checked_without_the_dropout_of_their_heads(pool, task):
     assert [c.kind for c in result.comparisons] == ["plain", "padded"]
 
 
+def test_experts_on_several_ranks_are_checked(pool):
+    """The small model keeps a number of experts that the ranks divide: 12, not 4."""
+    from transformers import Qwen3MoeConfig
+
+    split = SplitSettings(pipeline=1, expert=3)
+    result = check_model(Qwen3MoeConfig(num_experts=12), split, pool.run)
+    assert result.is_equal
+    assert {c.key: c.new for c in result.changes if "experts" in c.key} == {
+        "num_experts_per_tok": 2
+    }
+    *_, verdict = report(result, split)
+    assert verdict.startswith("equal: on pipeline 1 x tensor 1 x expert 3")
+
+
 def test_a_size_that_tensor_ranks_do_not_divide_is_refused_before_ranks_start():
     def never(*_):
         raise AssertionError("ranks were started")

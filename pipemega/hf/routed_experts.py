@@ -46,6 +46,8 @@ def enable_deferral(layer: nn.Module) -> None:
     """Let split backward defer the weight gradients of the experts in `layer`."""
     for module in layer.modules():
         if are_exchangeable(module):
+            # No other implementation, which a config may name, knows the axes of the mesh.
+            vars(module)["forward"] = partial(experts_forward, module)
             vars(module)["grouped_product"] = grouped_linear
             # The sizes of its products depend on the values that the router computes.
             vars(module)["uncompiled_methods"] = ("forward",)
