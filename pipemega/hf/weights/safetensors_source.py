@@ -27,6 +27,9 @@ from pipemega.printing import listed
 
 _log = logging.getLogger(__name__)
 
+Segment = tuple[int, int, int]
+"""(start in the model's tensor, length, start in the local tensor)."""
+
 
 def check_names(mapping: KeyMapping, model: Any, folder: object) -> None:
     """Compare the names of a folder and of a model.
@@ -168,32 +171,31 @@ class SafetensorsSource:
             shard.copy_from_full(made.T if transposed else made, local)
             return
         view = local.T if transposed else local
-        dim, segments = shard.dim, shard.segments
-        if dim is None:
-            dim, segments = 0, ((0, view.shape[0] if view.dim() else 1, 0),)
-        else:
+        experts: dict[int, Segment] = {}
+        if shard.rows is not None:
+            experts[0] = (shard.rows[0], shard.rows[1] - shard.rows[0], 0)
+        cuts = [experts]
+        if shard.dim is not None:
             # Padding stays 0.
             local.zero_()
-            dim = local.dim() - 1 - dim if transposed else dim
+            dim = local.dim() - 1 - shard.dim if transposed else shard.dim
+            cuts = [experts | {dim: segment} for segment in shard.segments]
         for part in self._mapping.parts[name]:
-            for segment in segments:
-                self._copy_part(part, view, dim, segment)
+            for cut in cuts:
+                self._copy_part(part, view, cut)
 
-    def _copy_part(
-        self, part: StoredPart, local: Tensor, dim: int, segment: tuple[int, int, int]
-    ) -> None:
-        """Copy the common region of a stored tensor and of one segment of the shard.
+    def _copy_part(self, part: StoredPart, local: Tensor, cut: Mapping[int, Segment]) -> None:
+        """Copy the common region of a stored tensor and of one segment in each dim of the shard.
 
         Args:
             local: the local tensor, with its dims in the order of the files.
-            dim: the dim of the shard.
-            segment: (start in the model's tensor, length, start in `local`).
+            cut: dim -> segment; other dims are whole.
         """
-        start, length, offset = segment
         index: list[slice] = []
         for d, (low, high) in enumerate(part.box):
             first, last, at = low, high, low
-            if d == dim:
+            if d in cut:
+                start, length, offset = cut[d]
                 first, last = max(low, start), min(high, start + length)
                 at = first - start + offset
             if first >= last:
