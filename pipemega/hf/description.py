@@ -27,8 +27,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipemega.errors import ConfigError
-from pipemega.hf.routed_experts import IMPLEMENTATION as EXPERTS
-from pipemega.hf.routed_experts import register_experts
 from pipemega.hf.families import refuse_settings
 from pipemega.hf.placeholders import (
     LayerPlaceholder,
@@ -39,6 +37,8 @@ from pipemega.hf.placeholders import (
     without_values,
     zeros_like_output,
 )
+from pipemega.hf.routed_experts import IMPLEMENTATION as EXPERTS
+from pipemega.hf.routed_experts import register_experts
 from pipemega.hf.tasks import FLOAT_INPUT_SHAPES, special_model
 
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from pipemega.config.sections.hf_section import LONGEST_DEFAULT, HFSection
 from pipemega.errors import ConfigError
 from pipemega.hf.description import ModelDescription
-from pipemega.hf.routed_experts import auxiliary_losses
 from pipemega.hf.families import family_of, refuse_other_class_loss, refuse_unknown_family
 from pipemega.hf.model_facts import (
     VocabularyNames,
@@ -31,6 +30,7 @@ from pipemega.hf.model_facts import (
     untrained_rotary_positions,
 )
 from pipemega.hf.placeholders import import_transformers, parameters_on_meta
+from pipemega.hf.routed_experts import auxiliary_losses
 from pipemega.hf.segments import LayerArguments, Segment, build_layer
 from pipemega.hf.tasks import (
     FLOAT_INPUT_SHAPES,

@@ -23,7 +23,6 @@ from pipemega.distributed.mesh import Axis
 from pipemega.errors import DataError
 from pipemega.hf.activation_regions import ActivationRegions, has_dropout
 from pipemega.hf.description import LayerReached, ModelDescription, Side, pack, split_hidden, unpack
-from pipemega.hf.routed_experts import add_auxiliary_losses, check_expert_ranks, enable_deferral
 from pipemega.hf.families import check_tensor_ranks, family_of, is_compared, styles_of
 from pipemega.hf.model_facts import VocabularyNames
 from pipemega.hf.placeholders import (
@@ -35,6 +34,7 @@ from pipemega.hf.placeholders import (
     set_module,
     zeros_on_cpu,
 )
+from pipemega.hf.routed_experts import add_auxiliary_losses, check_expert_ranks, enable_deferral
 from pipemega.hf.sharding import (
     ShardedHead,
     Sharding,

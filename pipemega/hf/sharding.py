@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.hf.activation_regions import ActivationRegions, GatheredColumnLinear, Place
-from pipemega.hf.routed_experts import are_exchangeable, divide_experts
 from pipemega.hf.families import KEY_VALUE, Family
 from pipemega.hf.placeholders import ModuleStub, set_module
+from pipemega.hf.routed_experts import are_exchangeable, divide_experts
 from pipemega.hf.weights.safetensors_files import mark_transposed
 from pipemega.parameters import Shard, attach_shard, even_share, mark_partial_gradient
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear

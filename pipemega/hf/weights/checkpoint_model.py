@@ -130,7 +130,8 @@ def _base_model(reader: CheckpointReader) -> ModelToExport:
             f"the weights of types 'hf', 'gpt' and 'vit' can be exported; {_ANY_MODEL}"
         )
     (vocab_size, _), _ = stored["parameters/layers.0.weight"]
-    return gpt_to_export(GPTSection.model_validate(section), vocab_size)
+    # JSON has lists in place of tuples.
+    return gpt_to_export(GPTSection.model_validate(section, strict=False), vocab_size)
 
 
 def module_of(saved: Mapping[str, Any]) -> HFPipelineModule:

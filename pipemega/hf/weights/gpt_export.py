@@ -1,14 +1,16 @@
-"""Our own GPT as a model of transformers: GPT2, Llama, Qwen2 or Qwen3, where its options allow.
+"""Our own GPT as a model of transformers, where its options allow.
 
-GPT2     learned positions, LayerNorm, GELU or squared ReLU, biases everywhere, no groups of heads
-Llama    RoPE, RMSNorm, SwiGLU; biases everywhere or nowhere
-Qwen2    as Llama, with biases of queries, keys and values only
-Qwen3    as Llama, without biases, with norms of queries and keys
+GPT2        learned positions, LayerNorm, GELU or squared ReLU, biases, no groups of heads
+Llama       RoPE, RMSNorm, SwiGLU; biases everywhere or nowhere
+Qwen2       as Llama, with biases of queries, keys and values only
+Qwen3       as Llama, without biases, with norms of queries and keys
+Mixtral     as Llama without biases, with experts in all blocks
+Qwen3Moe    as Qwen3, with experts in some or all blocks
 
 Our own ViT as a ViTForImageClassification of transformers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipemega.config.sections.gpt_section import GPTSection
@@ -35,6 +37,8 @@ def gpt_to_export(section: GPTSection, vocab_size: int) -> ModelToExport:
     """
     if section.position_embedding_type == "rope":
         family = "Qwen3" if section.qk_layernorm else "Llama"
+        if section.num_experts is not None:
+            family = "Qwen3Moe" if section.qk_layernorm else "Mixtral"
         _refuse(family, _differences_from_llama(section))
         return _as_llama(section, vocab_size)
     _refuse("GPT2", _differences_from_gpt2(section))
@@ -49,15 +53,11 @@ def _refuse(family: str, differences: list[str]) -> None:
         )
 
 
-def _no_experts(s: GPTSection) -> dict[str, bool]:
-    return {f"no experts (model.num_experts is {s.num_experts})": s.num_experts is None}
-
-
 def _differences_from_gpt2(s: GPTSection) -> list[str]:
     checks = {
         f"LayerNorm (model.normalization is {s.normalization!r})": s.normalization == "LayerNorm",
         "no SwiGLU (model.swiglu is true)": not s.swiglu,
-        **_no_experts(s),
+        f"no experts (model.num_experts is {s.num_experts})": s.num_experts is None,
         "biases in all linear layers (model.add_bias_linear is false)": s.add_bias_linear,
         f"keys and values for every head (model.num_query_groups is {s.query_groups}, "
         f"model.num_attention_heads is {s.num_attention_heads})": s.query_groups
@@ -72,17 +72,45 @@ def _differences_from_gpt2(s: GPTSection) -> list[str]:
 
 def _differences_from_llama(s: GPTSection) -> list[str]:
     checks = {
-        **_no_experts(s),
         f"RMSNorm (model.normalization is {s.normalization!r})": s.normalization == "RMSNorm",
         "SwiGLU (model.swiglu is false)": s.swiglu,
         f"RoPE on all channels of a head (model.rotary_percent is "
         f"{s.rotary_percent})": s.rotary_percent == 1,
         _NO_EMBEDDING_NORM: not s.embedding_norm,
     }
-    if s.qk_layernorm:
+    if s.qk_layernorm or s.num_experts is not None:
         checks["no biases (model.add_bias_linear is true)"] = not s.add_bias_linear
         checks["no biases (model.add_qkv_bias is true)"] = not s.add_qkv_bias
+    if s.num_experts is not None:
+        checks |= _expert_checks(s)
     return [text for text, holds in checks.items() if not holds]
+
+
+def _expert_checks(s: GPTSection) -> dict[str, bool]:
+    """Return what Qwen3Moe and Mixtral have; auxiliary losses do not change the outputs."""
+    shared, factor = s.moe_shared_expert_intermediate_size, s.moe_router_topk_scaling_factor
+    checks = {
+        f"a softmax router (model.moe_router_score_function is {s.moe_router_score_function!r})": (
+            s.moe_router_score_function == "softmax"
+        ),
+        f"no groups of experts (model.moe_router_num_groups is {s.moe_router_num_groups})": (
+            s.moe_router_num_groups is None
+        ),
+        "no expert bias (model.moe_router_enable_expert_bias is true)": (
+            not s.moe_router_enable_expert_bias
+        ),
+        f"no factor of the experts (model.moe_router_topk_scaling_factor is {factor})": (
+            factor in (None, 1)
+        ),
+        f"no shared expert (model.moe_shared_expert_intermediate_size is {shared})": shared is None,
+    }
+    if not s.qk_layernorm:
+        sums_to_1 = not s.moe_router_pre_softmax
+        checks["expert weights that sum to 1 (model.moe_router_pre_softmax is true)"] = sums_to_1
+        every, blocks = s.moe_layer_freq, list(map(int, s.expert_layers))
+        frequency = every if isinstance(every, int) else blocks
+        checks[f"experts in all blocks (model.moe_layer_freq is {frequency})"] = all(blocks)
+    return checks
 
 
 def _as_gpt2(s: GPTSection, vocab_size: int) -> ModelToExport:
@@ -150,12 +178,36 @@ def _llama_config(s: GPTSection, vocab_size: int) -> tuple[Any, str]:
         "pad_token_id": None,
     }
     all_biases, qkv_bias = s.add_bias_linear, s.add_bias_linear or s.add_qkv_bias
+    if s.num_experts is not None:
+        factor = aux_loss_factor(s.moe_router_topk, s.expert_layers)
+        sizes["num_experts_per_tok"] = s.moe_router_topk
+        sizes["router_aux_loss_coef"] = s.moe_aux_loss_coeff / factor
+        if not s.qk_layernorm:
+            sizes |= {"num_local_experts": s.num_experts, "intermediate_size": s.expert_size}
+            return transformers.MixtralConfig(**sizes), "MixtralForCausalLM"
+        config = transformers.Qwen3MoeConfig(
+            **sizes,
+            num_experts=s.num_experts,
+            moe_intermediate_size=s.expert_size,
+            norm_topk_prob=not s.moe_router_pre_softmax,
+            mlp_only_layers=[n for n, experts in enumerate(s.expert_layers) if not experts],
+        )
+        return config, "Qwen3MoeForCausalLM"
     if s.qk_layernorm:
         return transformers.Qwen3Config(**sizes), "Qwen3ForCausalLM"
     if qkv_bias and not all_biases:
         return transformers.Qwen2Config(**sizes), "Qwen2ForCausalLM"
     config = transformers.LlamaConfig(**sizes, attention_bias=qkv_bias, mlp_bias=all_biases)
     return config, "LlamaForCausalLM"
+
+
+def aux_loss_factor(topk: int, expert_layers: Sequence[bool]) -> float:
+    """Return `model.moe_aux_loss_coeff` over HF's `router_aux_loss_coef`.
+
+    If all experts get equally many tokens, HF's loss is `topk` for all blocks together, and ours
+    is 1 for each block.
+    """
+    return topk / max(1, sum(expert_layers))
 
 
 def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
@@ -170,7 +222,6 @@ def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
             **_norm(at, "attention_norm", f"{to}.input_layernorm", False),
             **linear_at(at, "attention.output", f"{to}.self_attn.o_proj", all_biases),
             **_norm(at, "mlp_norm", f"{to}.post_attention_layernorm", False),
-            **linear_at(at, "mlp.down", f"{to}.mlp.down_proj", all_biases),
         }
         if s.qk_layernorm:
             found |= _norm(at, "attention.query_norm", f"{to}.self_attn.q_norm", False)
@@ -180,6 +231,12 @@ def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
             rows = (start, start + size)
             found |= linear_at(at, "attention.qkv", f"{to}.self_attn.{name}", qkv_bias, rows=rows)
             start += size
+        if s.expert_layers[number]:
+            found[f"{to}.mlp.gate.weight"] = parameter_at(at, "mlp.router.weight")
+            found[f"{to}.mlp.experts.gate_up_proj"] = parameter_at(at, "mlp.experts.up.weight")
+            found[f"{to}.mlp.experts.down_proj"] = parameter_at(at, "mlp.experts.down.weight")
+            return found
+        found |= linear_at(at, "mlp.down", f"{to}.mlp.down_proj", all_biases)
         found |= linear_at(at, "mlp.up", f"{to}.mlp.gate_proj", all_biases, rows=(0, ffn))
         found |= linear_at(at, "mlp.up", f"{to}.mlp.up_proj", all_biases, rows=(ffn, 2 * ffn))
         return found

@@ -1,4 +1,4 @@
-"""The built-in GPT with the weights of a Llama, Qwen2, Qwen3, Mistral or GPT2 folder.
+"""The built-in GPT with the weights of a folder of `_LLAMAS` or GPT2.
 
 The folder is read by slices, as for models of type "hf". The names are mapped as in `gpt_export`,
 in the other direction.
@@ -18,7 +18,7 @@ from pipemega.config import Config
 from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.errors import ConfigError
 from pipemega.hf.hf_module import read_config
-from pipemega.hf.weights.gpt_export import gpt_to_export
+from pipemega.hf.weights.gpt_export import aux_loss_factor, gpt_to_export
 from pipemega.hf.weights.safetensors_files import WeightSource, mark_transposed
 from pipemega.hf.weights.safetensors_source import SafetensorsSource
 from pipemega.models import GPTConfig, gpt
@@ -28,6 +28,8 @@ from pipemega.pipeline.model.spec import LayerSpec
 
 _Part = tuple[str, tuple[int, int] | None, bool]
 """HF's name, the rows of our parameter that it is (None: all), whether HF stores the transpose."""
+
+_LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 def gpt_section(folder: str | Path, seq_length: int | None = None) -> dict[str, Any]:
@@ -43,9 +45,9 @@ def gpt_section(folder: str | Path, seq_length: int | None = None) -> dict[str, 
     """
     _, config = read_config(folder)
     kind = config.model_type
-    if kind not in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
-        known = "llama, mistral, qwen2, qwen3 and gpt2"
-        _refuse(folder, f"its family is {kind!r}, and only {known} fit")
+    if kind not in (*_LLAMAS, "gpt2"):
+        known = ", ".join(_LLAMAS)
+        _refuse(folder, f"its family is {kind!r}, and only {known} and gpt2 fit")
     section = _of_gpt2(folder, config) if kind == "gpt2" else _of_llama(folder, config)
     limit = section["seq_length"]
     if seq_length is not None:
@@ -187,9 +189,31 @@ def _of_llama(folder: str | Path, c: Any) -> dict[str, Any]:
         "swiglu": True,
         "add_bias_linear": bool(getattr(c, "mlp_bias", False)),
         "add_qkv_bias": c.model_type == "qwen2",
-        "qk_layernorm": c.model_type == "qwen3",
+        "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe"),
         "untie_embeddings_and_output_weights": not c.tie_word_embeddings,
+        **(_experts(folder, c) if c.model_type in ("mixtral", "qwen3_moe") else {}),
     }
+
+
+def _experts(folder: str | Path, c: Any) -> dict[str, Any]:
+    jitter = getattr(c, "router_jitter_noise", 0)
+    if jitter:
+        _refuse(folder, f"its router_jitter_noise is {jitter}, and our routers add no noise")
+    dense, step = getattr(c, "mlp_only_layers", ()), getattr(c, "decoder_sparse_step", 1)
+    blocks = [n not in dense and (n + 1) % step == 0 for n in range(c.num_hidden_layers)]
+    section = {
+        "num_experts": c.num_experts,
+        "moe_router_topk": c.num_experts_per_tok,
+        "moe_ffn_hidden_size": getattr(c, "moe_intermediate_size", c.intermediate_size),
+        "moe_layer_freq": 1 if all(blocks) else [int(experts) for experts in blocks],
+        "moe_router_pre_softmax": not getattr(c, "norm_topk_prob", True),
+    }
+    if c.output_router_logits:
+        factor = aux_loss_factor(c.num_experts_per_tok, blocks)
+        # As HF's, the loss of a micro-batch.
+        section["moe_router_load_balancing_type"] = "aux_loss"
+        section["moe_aux_loss_coeff"] = factor * c.router_aux_loss_coef
+    return section
 
 
 def _refuse(folder: str | Path, reason: str) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import pipemega
 from pipemega.hf.description import ModelDescription
-from pipemega.hf.routed_experts import auxiliary_losses
 from pipemega.hf.hf_module import HFPipelineModule
+from pipemega.hf.routed_experts import auxiliary_losses
 from pipemega.hf.tasks import model_class_of
 from pipemega.hf.weights.safetensors_files import is_transposed
 from pipemega.hf_check.split_run import KeepFloat64

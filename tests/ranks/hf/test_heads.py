@@ -4,6 +4,7 @@ In float64, all parameters, to 1e-10 of the largest gradient. Some labels are -1
 micro-batch all of them.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ IMPORTED: dict[str, dict[str, Any]] = {
     "llama-tied": {"mlp_bias": True},
     "qwen2": {},
     "qwen3": {},
+    "mixtral": {},
+    "qwen3-moe": {"mlp_only_layers": [2], "norm_topk_prob": True},
 }
 
 
@@ -64,11 +67,14 @@ IMPORTED: dict[str, dict[str, Any]] = {
     [
         ("qwen3", (2, 1)),
         ("gpt2", (2, 2)),
+        ("mixtral", (1, 1, 2)),
+        pytest.param("qwen3-moe", (2, 1, 2), marks=pytest.mark.sweep),
+        pytest.param("mixtral", (1, 2, 2), marks=pytest.mark.sweep),
         *(pytest.param(f, mesh, marks=pytest.mark.sweep) for f in IMPORTED for mesh in MESHES),
     ],
 )
 def test_the_built_in_gpt_has_the_gradients_of_transformers(
-    pool: RankPool, tmp_path: Path, family: str, mesh: tuple[int, int], vocabulary: str
+    pool: RankPool, tmp_path: Path, family: str, mesh: tuple[int, ...], vocabulary: str
 ) -> None:
     transformers.utils.logging.disable_progress_bar()
     config = tiny_models.config_of(family, **IMPORTED[family])
@@ -78,10 +84,8 @@ def test_the_built_in_gpt_has_the_gradients_of_transformers(
         model.save_pretrained(tmp_path)
     finally:
         torch.set_default_dtype(torch.float32)
-    rotary_base = None if family == "gpt2" else 10_000.0
+    rotary_base = None if family == "gpt2" else config.rope_parameters["rope_theta"]
     want = tiny_models.oracle(config, "ignored", rotary_base=rotary_base)
-    pipeline = {"schedule": "1f1b" if mesh == (1, 1) else "zb-v", "vocabulary": vocabulary}
-    for got in pool.run(
-        mesh[0] * mesh[1], built_in_gpt_step, str(tmp_path), family, mesh, pipeline
-    ):
+    pipeline = {"schedule": "1f1b" if mesh[0] == 1 else "zb-v", "vocabulary": vocabulary}
+    for got in pool.run(math.prod(mesh), built_in_gpt_step, str(tmp_path), family, mesh, pipeline):
         assert_equal_to_hf(got, want)

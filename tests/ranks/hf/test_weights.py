@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -17,7 +18,12 @@ from pipemega.hf.weights.checkpoint_model import export_checkpoint
 from pipemega.hf_check.split_run import KeepFloat64
 from tests.ranks.hf import tiny_models
 from tests.ranks.hf.tiny_models import EXPERTS
-from tests.ranks.hf.weight_runs import LEARNING_RATE, built_in_gpt, load_step_and_save
+from tests.ranks.hf.weight_runs import (
+    LEARNING_RATE,
+    built_in_gpt,
+    built_in_gpt_round_trip,
+    load_step_and_save,
+)
 from tests.ranks.pool import RanksFailed
 
 # Below the norms of all families.
@@ -151,3 +157,42 @@ def test_the_built_in_gpt_has_the_same_weights_of_a_folder_on_every_mesh(pool, t
         assert parameters.keys() == whole.keys()
         for name, value in whole.items():
             assert (parameters[name] == value).all(), name
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 1},
+        {"data": 2, "expert": 2},
+        {"tensor": 2},
+        pytest.param({"tensor": 2, "data": 2, "expert": 2}, marks=pytest.mark.sweep),
+    ],
+)
+def test_the_built_in_gpt_takes_and_returns_the_experts_of_a_folder(family, mesh, pool, tmp_path):
+    config = tiny_models.config_of(family)
+    torch.set_default_dtype(torch.float64)
+    try:
+        tiny_models.whole_model(config).save_pretrained(tmp_path / "source")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    theta = config.rope_parameters["rope_theta"]
+    want = tiny_models.oracle(config, rotary_base=theta)["logits"]
+    ranks = mesh.get("tensor", 1) * mesh.get("data", 1)
+    arguments = (str(tmp_path / "source"), family, mesh, str(tmp_path / "checkpoint"))
+    reads = []
+    for got in pool.run(ranks, built_in_gpt_round_trip, *arguments):
+        assert abs(got["logits"] - want).max() < 1e-12
+        numbers = {re.search(r"experts\.(\d)\.", name) for name in got["read"]}
+        reads.append({int(found[1]) for found in numbers if found})
+    parts = [{0, 1}, {2, 3}] if "expert" in mesh else [{0, 1, 2, 3}]
+    # Tensor ranks follow each other.
+    assert reads == [part for part in parts for _ in range(mesh.get("tensor", 1))]
+    export_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "out")
+    before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("source", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    exported = type(config).from_pretrained(tmp_path / "out")
+    kept = ("num_experts_per_tok", "num_experts", "moe_intermediate_size", "norm_topk_prob")
+    for key in ("rope_parameters", "mlp_only_layers", "intermediate_size", *kept):
+        assert getattr(exported, key, None) == getattr(config, key, None), key

@@ -47,6 +47,15 @@ LLAMA = GPT2 | {
     "untie_embeddings_and_output_weights": True,
 }
 
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_aux_loss_coeff": 0.25,
+    "moe_z_loss_coeff": 0.01,
+}
+MIXTRAL = LLAMA | EXPERTS
+QWEN3_MOE = MIXTRAL | {"qk_layernorm": True}
+
 
 def run_config(**changes):
     return {
@@ -261,6 +270,18 @@ def test_a_model_that_transformers_does_not_have_is_refused(tmp_path):
             GPT2 | {"squared_relu": True, "max_position_embeddings": 12, "pad_vocab_size_to": 77},
             "GPT2LMHeadModel",
         ),
+        (MIXTRAL, "MixtralForCausalLM"),
+        (MIXTRAL | {"moe_ffn_hidden_size": None, "moe_router_topk": 3}, "MixtralForCausalLM"),
+        (QWEN3_MOE, "Qwen3MoeForCausalLM"),
+        (
+            QWEN3_MOE | {"moe_router_pre_softmax": True, "moe_layer_freq": 2},
+            "Qwen3MoeForCausalLM",
+        ),
+        (
+            QWEN3_MOE
+            | {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_layer_freq": (0, 1)},
+            "Qwen3MoeForCausalLM",
+        ),
     ],
 )
 def test_our_gpt_is_exported_with_equal_logits(section, class_name, tmp_path):
@@ -281,7 +302,9 @@ def test_our_gpt_is_exported_with_equal_logits(section, class_name, tmp_path):
     finally:
         torch.set_default_dtype(torch.float32)
     export_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="auto", experts_implementation="eager"
+    )
     assert type(model).__name__ == class_name
     assert model.dtype == torch.float64
     assert model.config.max_position_embeddings == section.get("max_position_embeddings", 8)
@@ -307,7 +330,6 @@ def test_our_gpt_is_exported_with_equal_logits(section, class_name, tmp_path):
             r"GPT2 .* every head \(model.num_query_groups is 2, model",
         ),
         (GPT2 | {"num_experts": 4}, r"GPT2 .* no experts \(model.num_experts is 4\)"),
-        (LLAMA | {"num_experts": 4}, r"Llama .* no experts \(model.num_experts is 4\)"),
         (GPT2 | {"kv_channels": 8}, r"GPT2 .* \(model.kv_channels is 8\)"),
         (GPT2 | {"qk_layernorm": True}, r"GPT2 .* no norms of queries and keys"),
         (GPT2 | {"embedding_norm": True}, r"GPT2 .* no norm of the token embeddings"),
@@ -320,6 +342,36 @@ def test_our_gpt_is_exported_with_equal_logits(section, class_name, tmp_path):
         (LLAMA | {"normalization": "LayerNorm"}, r"Llama .* RMSNorm"),
         (LLAMA | {"swiglu": False}, r"Llama .* SwiGLU \(model.swiglu is false\)"),
         (LLAMA | {"rotary_percent": 0.5}, r"Llama .* \(model.rotary_percent is 0.5\)"),
+        (MIXTRAL | {"add_bias_linear": True}, r"Mixtral .* no biases \(model.add_bias_linear"),
+        (MIXTRAL | {"swiglu": False}, r"Mixtral .* SwiGLU \(model.swiglu is false\)"),
+        (
+            MIXTRAL | {"moe_router_score_function": "sigmoid"},
+            r"Mixtral .* a softmax router \(model.moe_router_score_function is 'sigmoid'\)",
+        ),
+        (
+            MIXTRAL | {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+            r"no groups of experts \(model.moe_router_num_groups is 2\)",
+        ),
+        (
+            MIXTRAL | {"moe_router_topk_scaling_factor": 2.5},
+            r"no factor of the experts \(model.moe_router_topk_scaling_factor is 2.5\)",
+        ),
+        (
+            MIXTRAL | {"moe_router_pre_softmax": True},
+            r"expert weights that sum to 1 \(model.moe_router_pre_softmax is true\)",
+        ),
+        (
+            MIXTRAL | {"moe_layer_freq": (0, 1)},
+            r"Mixtral .* experts in all blocks \(model.moe_layer_freq is \[0, 1\]\)",
+        ),
+        (
+            QWEN3_MOE | {"moe_router_enable_expert_bias": True},
+            r"Qwen3Moe .* no expert bias \(model.moe_router_enable_expert_bias is true\)",
+        ),
+        (
+            QWEN3_MOE | {"moe_shared_expert_intermediate_size": 8},
+            r"Qwen3Moe .* \(model.moe_shared_expert_intermediate_size is 8\)",
+        ),
     ],
 )
 def test_a_gpt_that_transformers_does_not_have_is_refused_with_its_options(
