@@ -1,0 +1,39 @@
+"""Cost of a layer with experts: against a dense MLP of as many FLOPs, and of its exchanges.
+
+python -m benchmarks.moe.run            from the root of the repository
+"""
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.moe.worker import CHOSEN, EXPERTS, SIZES
+from benchmarks.ranks import machine, measure
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return median (lowest to highest)."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def main() -> None:
+    where = machine()
+    found = measure("benchmarks.moe.worker", 2, [])[0]
+    print(f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, two ranks, fp32;")
+    print(f"{EXPERTS} experts, {CHOSEN} for each token; load before: {where['load_before']:.1f}\n")
+    print("| tokens, hidden, expert | dense, ms | experts / dense | exchange / plain exchanges |")
+    print("| --- | ---: | ---: | ---: |")
+    for size, times in zip(SIZES, found, strict=True):
+        ratios = [a / b for a, b in zip(times["expert 1"], times["dense"], strict=True)]
+        extra = [
+            (two - one) / plain
+            for one, two, plain in zip(
+                times["expert 1"], times["expert 2"], times["exchanges"], strict=True
+            )
+        ]
+        milliseconds = 1e3 * statistics.median(times["dense"])
+        row = f"| {', '.join(f'{n:,}' for n in size)} | {milliseconds:.0f} | {spread(ratios)} "
+        print(f"{row}| {spread(extra)} |")
+
+
+if __name__ == "__main__":
+    main()

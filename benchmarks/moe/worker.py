@@ -1,0 +1,95 @@
+"""One of two ranks: times of a layer with experts, of a dense MLP, and of plain exchanges."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipemega.distributed.mesh import Axis
+from pipemega.moe.experts import Experts, MixtureOfExperts
+from pipemega.moe.router import Router, RouterConfig
+from pipemega.parameters import initialize_parameters, normal
+
+ROUNDS, EXPERTS, CHOSEN = 7, 8, 2
+# Tokens, hidden size, feed-forward size of an expert.
+SIZES = [(1024, 256, 512), (2048, 256, 512), (1024, 512, 1024)]
+
+
+def with_experts(hidden: int, ffn: int, expert: Axis) -> nn.Module:
+    """Return a layer whose experts are divided over `expert`."""
+    tensor, init = Axis("tensor"), normal(0.02)
+    router = Router(RouterConfig(num_experts=EXPERTS, topk=CHOSEN), hidden, init)
+    experts = Experts(
+        EXPERTS, hidden, ffn, gated=False, activation=nn.functional.gelu, up_init=init,
+        down_init=init, bias=False, expert=expert, tensor=tensor,
+    )  # fmt: skip
+    layer = MixtureOfExperts(router, experts, expert=expert, tensor=tensor)
+    initialize_parameters(layer, "layer", 0)
+    return layer
+
+
+def dense(hidden: int, columns: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(hidden, columns, bias=False), nn.GELU(), nn.Linear(columns, hidden, bias=False)
+    )
+
+
+def step(layer: nn.Module, x: Tensor) -> None:
+    layer(x).sum().backward()
+
+
+def exchange(rows: Tensor) -> None:
+    """Two exchanges of a forward and two of a backward, of rows that all ranks share evenly."""
+    for _ in range(4):
+        dist.all_to_all_single(torch.empty_like(rows), rows)
+
+
+def seconds(action: Callable[..., None], *arguments: Any) -> float:
+    """Return the time from a common start to the end on the last rank."""
+    dist.barrier()
+    began = time.perf_counter()
+    action(*arguments)
+    took = torch.tensor(time.perf_counter() - began)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+def times(tokens: int, hidden: int, ffn: int) -> dict[str, list[float]]:
+    """Return the seconds of each round, in turn."""
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(1, tokens, hidden, requires_grad=True)
+    ranks = Axis("expert", (0, 1), dist.get_rank(), dist.group.WORLD)
+    actions: dict[str, tuple[Any, ...]] = {
+        "dense": (step, dense(hidden, CHOSEN * ffn), x),
+        "expert 1": (step, with_experts(hidden, ffn, Axis("expert")), x),
+        "expert 2": (step, with_experts(hidden, ffn, ranks), x),
+        "exchanges": (exchange, torch.randn(CHOSEN * tokens, hidden)),
+    }
+    for action in actions.values():
+        action[0](*action[1:])
+    found: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(ROUNDS):
+        for name, action in actions.items():
+            found[name].append(seconds(*action))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = [times(*size) for size in SIZES]
+    arguments.out.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
