@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from pipemega.compat.megatron.arguments import Given
+from pipemega.compat.megatron.expert_keys import expert_keys
 
 _LLAMA3 = {
     "original_max_position_embeddings": 8192,
@@ -33,6 +34,7 @@ def model_section(given: Given) -> dict[str, Any]:
         **_query_groups(given),
         **_positions(given),
         **_activation(given),
+        **expert_keys(given),
         **_vocabulary(given),
         **_recompute(given),
     }
@@ -158,6 +160,8 @@ def mesh_section(given: Given) -> dict[str, Any]:
     if given.flag("no-pipeline-parallel"):
         pipeline = 1
     mesh: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline}
+    if (expert := given.number("expert-model-parallel-size", 1)) > 1:
+        mesh["expert"] = expert
     if given.flag("sequence-parallel") and tensor > 1:
         mesh["sequence_parallel"] = True
         if given.flag("tp-comm-overlap"):
