@@ -42,7 +42,11 @@ from pipemega.config.sections.data_section import (
     errors_of_padding,
     warnings_of_evaluation,
 )
-from pipemega.config.sections.expert_keys import errors_of_experts
+from pipemega.config.sections.expert_keys import (
+    ExpertParallelSection,
+    errors_of_experts,
+    with_expert_axis,
+)
 from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.config.sections.hf_section import HFSection, errors_of_positions
 from pipemega.config.sections.image_model_sections import ResNetSection, ViTSection
@@ -241,6 +245,7 @@ class Config(BatchKeys, RunKeys, GradientKeys, MonitorKeys, UnsupportedKeys):
         "With ZeRO or mesh.tensor, the update of an element must not depend on other elements; "
         "with mesh.pipeline, the update of a parameter must not depend on other parameters.",
     )
+    expert_parallel: ExpertParallelSection | None = honoured(None, "DeepSpeed's AutoEP.")
     activation_checkpointing: ActivationCheckpointingSection = section(
         ActivationCheckpointingSection, "Recomputation of activations."
     )
@@ -258,7 +263,8 @@ class Config(BatchKeys, RunKeys, GradientKeys, MonitorKeys, UnsupportedKeys):
     def prepare(cls, raw: Any) -> Any:
         if not isinstance(raw, Mapping):
             return raw
-        return count_samples(_mesh_from_stages(with_communication_dtype(raw)))
+        raw = with_expert_axis(with_communication_dtype(raw))
+        return count_samples(_mesh_from_stages(raw))
 
     @classmethod
     def section_at(cls, key: str, raw: Mapping[str, Any]) -> SectionClass | None:
@@ -468,7 +474,7 @@ _RULES = (
     Rule(
         ("mesh.tensor", "mesh.expert", "mesh.sequence_parallel", *_SHARDED_KEYS), _model_on_mesh
     ),
-    Rule(("mesh.expert", "model.type", "optimizer.type"), errors_of_experts),
+    Rule(("mesh.expert", "expert_parallel", "model.type", "optimizer.type"), errors_of_experts),
     Rule(
         ("mesh.pipeline", "pipeline.stages", "pipeline.chunks", "pipeline.schedule",
          "model.num_layers"),

@@ -313,6 +313,7 @@ def _bounds(kind: Any, constraints: Iterable[Any]) -> str:
 STAGE_3 = "this key belongs to ZeRO stage 3, which is not supported"
 
 _TYPES: Mapping[str, Any] = {
+    "any": Any,
     "bool": bool,
     "int": int,
     "text or null": str | None,
@@ -336,8 +337,10 @@ def _blocks(rows: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, Any]:
-    declare = refused if row.get("status") == "refused" else ignored
-    return _TYPES[row["type"]], declare(row["default"], row["text"], row["why"])
+    default, texts = row["default"], (row["text"], row["why"])
+    if row.get("status") == "refused":
+        return _TYPES[row["type"]], refused(default, *texts)
+    return _TYPES[row["type"]], ignored(default, *texts, silent=[default])
 
 
 def _always_done(row: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -350,6 +353,7 @@ def _of_stage_3(row: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 if TYPE_CHECKING:
+    UnsupportedExpertKeys = Section
     UnsupportedKeys = Section
     UnsupportedZeroKeys = Section
 else:
@@ -358,6 +362,10 @@ else:
         "UnsupportedKeys",
         **_blocks(_KEYS["blocks"]),
         **{name: _key(row) for name, row in _KEYS["keys"].items()},
+    )
+    UnsupportedExpertKeys = _new(
+        "UnsupportedExpertKeys",
+        **{name: _key(row) for name, row in _KEYS["expert_parallel"].items()},
     )
     UnsupportedZeroKeys = _new(
         "UnsupportedZeroKeys",

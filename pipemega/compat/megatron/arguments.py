@@ -7,8 +7,10 @@ The arguments of one launch: read from words, with the types that their values m
 The table of all arguments, docs/megatron.md: made from the tables that the conversion uses.
 """
 
+import ast
 import fnmatch
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from pipemega.compat.megatron.shell_words import names_of_unknown, shown
 from pipemega.config.name_suggestions import did_you_mean, nearest
 
-Kind = Literal["flag", "int", "float", "text", "list"]
+Kind = Literal["flag", "int", "float", "text", "list", "pattern"]
 Effect = Literal["none", "differs", "refused"]
 
 
@@ -49,12 +51,14 @@ class Absent(NamedTuple):
         why: no key is needed, or what to use.
         names: separated by spaces, with `*` for any text.
         harmless: values with which the argument changes nothing.
+        needs: the argument without which it has no effect; empty: none.
     """
 
     effect: Effect
     why: str
     names: str
     harmless: tuple[str, ...] = ()
+    needs: str = ""
 
     def has(self, name: str) -> bool:
         """Return whether the argument `name` is one of these."""
@@ -190,6 +194,17 @@ class Given:
             self._unreadable(name, values or [])
             return None
 
+    def pattern(self, name: str) -> Any:
+        """Return an integer or a list such as `([0]*3+[1]*58)`; None if it cannot be read."""
+        values = self.values.get(name)
+        if values is None:
+            return None
+        try:
+            return _evaluated(ast.parse(values[0].strip(), mode="eval").body)
+        except (SyntaxError, ValueError, TypeError, IndexError, RecursionError, MemoryError):
+            self._unreadable(name, values)
+            return None
+
     def _unreadable(self, name: str, values: list[str]) -> None:
         missing = [found for value in values for found in names_of_unknown(value)]
         if missing:
@@ -198,7 +213,7 @@ class Given:
             way = f": give {' '.join(set_it)}" if set_it else ": give a script with its value"
             self.say("unknown", name, f"{', '.join(missing)} has no value in the script{way}")
         else:
-            kind = "an integer" if ARGUMENTS[name].kind in ("int", "list") else "a number"
+            kind = _VALUES.get(ARGUMENTS[name].kind, "an integer")
             self.say("refused", name, f"the value must be {kind}")
 
     def differs(self, name: str, harmless: Iterable[str]) -> bool:
@@ -217,12 +232,40 @@ class Given:
             if entry is None:
                 near = did_you_mean(name, ARGUMENTS) if nearest(name, ARGUMENTS) else ""
                 self.say("ignored", name, f"not an argument of Megatron-LM or its forks{near}")
+            elif entry.needs and not self.differs(entry.needs, ("0", "1")):
+                self.say("note", name, f"no effect without --{entry.needs}")
             elif not self.differs(name, entry.harmless):
                 self.say("ignored", name, "this value is what pipemega does")
             elif entry.effect == "refused":
                 self.say("refused", name, entry.why)
             else:
                 self.say("changed" if entry.effect == "differs" else "ignored", name, entry.why)
+
+
+_VALUES = {"float": "a number", "pattern": "an integer, or a list such as ([0]*3+[1]*58)"}
+_LONGEST = 10_000
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """Return the value of integers and lists with + and *.
+
+    Raises:
+        ValueError: the expression has other parts, or a list is too long.
+        TypeError: an operator is between an integer and a list.
+    """
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_evaluated(element) for element in node.elts]
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Mult):
+        raise ValueError("only + and * are operators")
+    left, right = _evaluated(node.left), _evaluated(node.right)
+    if isinstance(node.op, ast.Add):
+        return left + right
+    sizes = [len(one) if isinstance(one, list) else one for one in (left, right)]
+    if math.prod(sizes) > _LONGEST:
+        raise ValueError("the list is too long")
+    return left * right
 
 
 def _unquoted(word: str) -> str:
@@ -273,6 +316,8 @@ def _absent_rows(effect: str) -> Iterator[str]:
             why = entry.why
             if entry.harmless:
                 why += f" (accepted: {', '.join(f'`{value}`' for value in entry.harmless)})"
+            if entry.needs:
+                why += f" (no effect without `--{entry.needs}`)"
             yield f"| {names} | {_escaped(why)} |"
 
 

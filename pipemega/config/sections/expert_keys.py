@@ -3,7 +3,16 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pipemega.config.declarations import Count, NotNegative, Positive, own, refused, rule
+from pipemega.config.declarations import (
+    Count,
+    NotNegative,
+    Positive,
+    UnsupportedExpertKeys,
+    honoured,
+    own,
+    refused,
+    rule,
+)
 from pipemega.config.sections.hf_section import HFSection
 from pipemega.config.sections.pipeline_sections import MeshSection
 from pipemega.config.sections.transformer_sections import TransformerSection, near_multiples
@@ -49,7 +58,9 @@ class ExpertKeys(TransformerSection):
     moe_router_enable_expert_bias: bool = own(
         False, "Choose experts with a bias, which changes after each step to balance them."
     )
-    moe_router_bias_update_rate: Positive = own(1e-3, "Change of the expert bias per step.")
+    moe_router_bias_update_rate: NotNegative = own(
+        1e-3, "Change of the expert bias per step; 0: the bias stays as it is."
+    )
     moe_shared_expert_intermediate_size: Count | None = own(
         None, "Feed-forward size of an expert that gets all tokens; null: there is none."
     )
@@ -195,9 +206,32 @@ class ExpertKeys(TransformerSection):
             )
 
 
+class ExpertParallelSection(UnsupportedExpertKeys):
+    """DeepSpeed's AutoEP: the size of `mesh.expert`."""
+
+    enabled: bool = honoured(False, "Divide the experts over data ranks.")
+    autoep_size: Count = honoured(1, "If enabled: `mesh.expert`, unless that is set too.")
+
+
+def with_expert_axis(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Set `mesh.expert` from `expert_parallel.autoep_size` if only the latter is given."""
+    experts, mesh = raw.get("expert_parallel"), raw.get("mesh", {})
+    if not isinstance(experts, Mapping) or not isinstance(mesh, Mapping) or "expert" in mesh:
+        return raw
+    ranks = experts.get("autoep_size") if experts.get("enabled") is True else None
+    # Any other value is an error of `expert_parallel.autoep_size`.
+    is_count = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks > 0
+    return {**raw, "mesh": {**mesh, "expert": ranks}} if is_count else raw
+
+
 def errors_of_experts(config: Any) -> Iterator[str]:
     """Yield errors of `mesh.expert` of a `Config`."""
-    ranks, model = config.mesh.expert, config.model
+    ranks, model, deepspeed = config.mesh.expert, config.model, config.expert_parallel
+    if deepspeed and deepspeed.enabled and deepspeed.autoep_size != ranks:
+        yield (
+            f"expert_parallel.autoep_size ({deepspeed.autoep_size}) must equal mesh.expert "
+            f"({ranks}): make them equal, or remove mesh.expert"
+        )
     if ranks == 1:
         return
     # Only transformers knows whether a model of it has experts.

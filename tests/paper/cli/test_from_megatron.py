@@ -72,9 +72,9 @@ def test_a_program_that_fine_tunes_is_refused_with_the_keys_of_such_data(
 def test_the_exit_code_says_if_the_config_is_that_of_the_launch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, config, lines = run(capsys, ARGUMENTS + " --num-experts 8")
+    code, config, lines = run(capsys, ARGUMENTS + " --num-experts 8 --moe-latent-size 32")
     assert (code, config["model"]["num_layers"]) == (1, 4)
-    assert lines[1].startswith("refused: --num-experts 8: there are no mixture-of-experts layers")
+    assert lines[1].startswith("refused: --moe-latent-size 32: experts take tokens of --hidden-")
     code, config, lines = run(capsys, ARGUMENTS + " --num-attention-heads 5")
     assert (code, config["model"]["num_attention_heads"]) == (1, 5)
     assert any("model.hidden_size (64) must be a multiple of" in line for line in lines)

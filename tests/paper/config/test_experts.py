@@ -125,6 +125,34 @@ def test_experts_that_do_not_fit_are_refused_with_the_numbers(
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("keys", "ranks"),
+    [
+        ({"enabled": True, "autoep_size": 2}, 2),
+        ({"enabled": True}, 1),
+        ({"enabled": False, "autoep_size": 2}, 1),
+        (None, 1),
+    ],
+)
+def test_deepspeed_s_expert_parallel_size_is_that_of_the_mesh(keys: Any, ranks: int) -> None:
+    config = load_model({"num_experts": 8}, expert_parallel=keys)
+    assert config.mesh.expert == ranks
+    assert not config.warnings
+
+
+def test_keys_that_name_the_layers_of_the_experts_are_ignored_with_a_warning() -> None:
+    keys = {"enabled": True, "preset_model": "mixtral", "expert_tensor_parallel_size": 1}
+    assert load_model({"num_experts": 8}, expert_parallel=keys).warnings == (
+        "expert_parallel.preset_model is ignored: the layers of the model have their experts, "
+        "which are not replaced",
+    )
+    keys = {"enabled": True, "expert_tensor_parallel_size": 2}
+    assert load_model({"num_experts": 8}, expert_parallel=keys).warnings == (
+        "expert_parallel.expert_tensor_parallel_size is ignored: mesh.tensor cuts experts like "
+        "other layers",
+    )
+
+
 def test_other_models_have_no_experts_to_divide() -> None:
     resnet = {"type": "resnet"}
     with pytest.raises(ConfigError, match=r"model\.type 'resnet' has no experts"):

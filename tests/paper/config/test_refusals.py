@@ -454,7 +454,22 @@ def test_costs_select_the_schedule_auto():
         ({"elasticity": {"enabled": True}}, "set train_batch_size and its factors"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile cannot be true"),
         ({"tensor_parallel": {"autotp_size": 2}}, "set mesh.tensor to the value of autotp_size"),
-        ({"expert_parallel": {"ep": 2}}, "expert parallelism is not supported"),
+        (
+            {"expert_parallel": {"enabled": True, "autoep_size": 2}, "mesh": {"expert": 4}},
+            "expert_parallel.autoep_size (2) must equal mesh.expert (4): make them equal, or",
+        ),
+        (
+            {"expert_parallel": {"enabled": True, "top_k": 4}},
+            "expert_parallel.top_k cannot be 4: the model determines its router: set the key of",
+        ),
+        (
+            {"expert_parallel": {"load_balance_coeff": 0.001}},
+            "load_balance_coeff cannot be 0.001: set model.moe_router_enable_expert_bias and",
+        ),
+        (
+            {"expert_parallel": {"ep_size": 2}},
+            "unknown key 'expert_parallel.ep_size'",
+        ),
         ({"sparse_attention": {"mode": "fixed"}}, "attention is dense"),
         (
             {"compression_training": {"weight_quantization": {"a": {"enabled": True}}}},

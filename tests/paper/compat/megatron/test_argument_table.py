@@ -41,7 +41,9 @@ mock-data num-workers dataloader-type tokenizer-type tokenizer-model vocab-file 
 eod-mask-loss reset-position-ids reset-attention-mask tensorboard-dir log-timers-to-tensorboard
 log-params-norm log-num-zeros-in-grad log-throughput timing-log-level wandb-project wandb-exp-name
 wandb-entity wandb-save-dir seed train-tokens lr-decay-tokens lr-warmup-tokens num-experts
-expert-model-parallel-size moe-router-topk embed-layernorm pad-vocab-size-to kill-switch-path
+expert-model-parallel-size expert-tensor-parallel-size moe-router-topk moe-layer-freq
+moe-router-load-balancing-type moe-grouped-gemm moe-token-dispatcher-type moe-expert-capacity-factor
+overlap-moe-expert-parallel-comm embed-layernorm pad-vocab-size-to kill-switch-path
 kill-switch-file deterministic-mode enable-cuda-graph cuda-graph-impl fp8-format
 train-weighted-split-paths-path deepspeed deepspeed-config zero-stage transformer-impl
 checkpoint-activations distributed-backend use-flash-attn attention-backend
@@ -99,6 +101,7 @@ def test_the_conversion_reads_every_argument_of_the_table_and_no_other() -> None
         *(f"lr-{what}-{unit}" for what in ("decay", "warmup", "wsd-decay")
           for unit in ("iters", "samples", "tokens")),
         *(f"account-for-{part}-in-pipeline-split" for part in ("embedding", "loss")),
+        *(argument.name for argument in SECTIONS["Mixtures of experts"]),
         *(f"wandb-{name}" for name in ("project", "exp-name", "entity", "save-dir")),
     }  # fmt: skip
     names = {argument.name for section in SECTIONS.values() for argument in section}

@@ -349,7 +349,6 @@ def test_files_with_data_paths_are_read(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "--num-experts 8": "refused: --num-experts 8: there are no mixture-of-experts layers",
     "--context-parallel-size 2": "refused: --context-parallel-size 2: there is no context",
     "--bf16 --fp8-format hybrid": (
         "refused: --fp8-recipe: only tensorwise has a counterpart; Megatron's default is delayed"
