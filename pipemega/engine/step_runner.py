@@ -306,10 +306,9 @@ class StepRunner:
         a wait, if the loss depends on the labels that are ignored.
         """
         weight_of = getattr(self.model.loss_fn, "weight_of_labels", None)
-        if weight_of is None:
-            return partial(float, 1)
-        if self.config.training.loss_reduction == "micro_batch":
-            return lambda: 1 / self.batch.micro_batch_size
+        if weight_of is None or self.config.training.loss_reduction == "micro_batch":
+            # A mean loss has weight 1.
+            return partial(float, 1 / self.batch.micro_batch_size)
         shares, labels = data.shares or (1.0,) * len(data.inputs), data.labels
         if data.pairs is not None:
             labels = [pair[1] for pair in data.pairs]  # on the host

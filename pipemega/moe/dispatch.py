@@ -145,7 +145,7 @@ def _routes(experts: Tensor, num_experts: int, axis: Axis) -> Routes:
         synchronize()
         return Routes(order, back, [len(flat)], [len(flat)], counts.tolist(), None, None)
     arriving = torch.empty_like(counts)
-    what = f"the exchange of token counts on {axis.name} ranks"
+    what = f"the exchange of token counts for the {axis.name}"
     with named_collective(what, axis.ranks):
         start = partial(dist.all_to_all_single, arriving, counts, group=axis.group)
         recorded("all_to_all", counts.nbytes, axis.group, start)

@@ -165,6 +165,9 @@ class MixtureOfExperts(nn.Module):
         balance of the experts, None for all  ->  as x
     """
 
+    # The numbers of rows, by tolist(), which is no operation: CUDA graphs leave the layer out.
+    reads_host = True
+
     def __init__(
         self,
         router: Router,

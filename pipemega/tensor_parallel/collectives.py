@@ -157,7 +157,7 @@ def start_all_to_all(
         group=axis.group,
         async_op=True,
     )
-    what = f"the all-to-all of a layer with experts on {axis.name} ranks"
+    what = f"the all-to-all of tokens for the {axis.name}"
     with named_collective(what, axis.ranks):
         work = recorded("all_to_all", x.nbytes, axis.group, start)
     return rows, lambda: wait(work, what, axis.ranks)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pipemega.pipeline.schedules import SCHEDULES, splits_backward
+from tests.fuzz.experts import KINDS as EXPERTS
 from tests.fuzz.layers import (
     FIRST,
     LAYERS,
@@ -47,6 +48,7 @@ class Mesh:
     partition: Any = "auto"
     zero: bool = False
     overlap: bool = False
+    expert: int = 1
 
     @property
     def ranks(self) -> int:
@@ -92,6 +94,7 @@ class Case:
     optimizer: str = "SGD"
     weight_decay: float = 0.0
     fused: bool = False
+    ignored: bool = False  # the loss leaves out some tokens
     frozen: tuple[tuple[int, int, int], ...] = ()
 
     def __str__(self) -> str:
@@ -200,7 +203,22 @@ def draw(seed: int) -> Case:
             case = replace(case, data="iterator")
     # Last, so that a seed of an older version gives the same case in all else.
     case = replace(case, offload=chance(0.3))
-    return replace(case, graphs=not case.offload and chance(0.4))
+    case = replace(case, graphs=not case.offload and chance(0.4))
+    return _with_experts(rng, case) if chance(0.3) else case
+
+
+def _with_experts(rng: random.Random, case: Case) -> Case:
+    """Return `case` with experts in place of one or two layers, often divided over data ranks."""
+    layers = [*case.layers]
+    places = [place for place, kind in enumerate(layers) if kind in ("linear", "tanh", "norm")]
+    for place in rng.sample(places, min(len(places), rng.choice([1, 1, 2]))):
+        layers[place] = rng.choice([*EXPERTS])
+    meshes = [
+        mesh and replace(mesh, expert=rng.choice([n for n in (1, 2, 2, 4) if mesh.data % n == 0]))
+        for mesh in (case.mesh, case.resumed)
+    ]
+    ignored = rng.random() < 0.5
+    return replace(case, layers=tuple(layers), mesh=meshes[0], resumed=meshes[1], ignored=ignored)
 
 
 def _mesh(rng: random.Random, ranks: int) -> Mesh:
@@ -217,7 +235,7 @@ def _mesh(rng: random.Random, ranks: int) -> Mesh:
 
 
 def _layers(rng: random.Random, mesh: Mesh, recompute: int, ends: str) -> tuple[str, ...]:
-    left_out = {*FIRST, "tied", "parallel"}
+    left_out = {*FIRST, "tied", "parallel", *EXPERTS}
     left_out |= {*NOT_RECOMPUTED} if recompute else set()
     left_out |= {*ONE_DATA_RANK} if mesh.data > 1 else set()
     refused = [*WHOLE_BACKWARD, *REFUSED_MESSAGES]
@@ -277,13 +295,13 @@ def smaller(case: Case) -> Iterator[Case]:
     plain = Case()
     yield replace(case, resumed=None, resume_at=None)
     one = {"pipeline": 1, "chunks": 1, "schedule": "1f1b", "partition": "auto", "tensor": 1}
-    alone = replace(case.mesh, **one, data=1, zero=False, overlap=False)  # type: ignore[arg-type]
+    alone = replace(case.mesh, **one, data=1, expert=1, zero=False, overlap=False)  # type: ignore[arg-type]
     yield replace(case, mesh=alone, resumed=case.resumed and alone)
     for place in range(len(case.layers) - 1):
         yield _without(case, place)
     for key in (
         "frozen", "evaluate_at", "recompute", "offload", "graphs", "late_sync", "fused", "clipping",
-        "weight_decay",
+        "weight_decay", "ignored",
         "optimizer", "ends", "style", "shapes", "example", "data", "samples",
     ):  # fmt: skip
         if not (key == "ends" and case.frozen):
@@ -296,6 +314,7 @@ def smaller(case: Case) -> Iterator[Case]:
             {"schedule": "1f1b", "chunks": 1, "partition": "auto"},
             {"zero": False, "overlap": False},
             {"overlap": False},
+            {"expert": 1},
             {"partition": "uniform"},
         ):
             yield replace(case, **{mesh_key: replace(mesh, **changes)})

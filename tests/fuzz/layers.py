@@ -16,6 +16,8 @@ from torch.nn.utils import parametrizations
 
 from pipemega.distributed.mesh import Axis
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from tests.fuzz.experts import KINDS as EXPERTS
+from tests.fuzz.experts import Mixture
 from tests.ranks.pipeline import foreign_backward, message_kinds
 
 WIDTH = 4
@@ -195,6 +197,7 @@ LAYERS: dict[str, list[Any]] = {
     "same tensor twice": pair(lambda h: (h, h), lambda m: m[0] * m[1].tanh()),
     "tied": [linear],
     "parallel": [Parallel],
+    **{kind: [partial(Mixture, kind)] for kind in EXPERTS},
     **{
         kind: [factory]
         for kind, factory in foreign_backward.LAYERS.items()
@@ -216,7 +219,7 @@ ONE_DATA_RANK = ("spectral_norm",)
 # Torch itself fails if it is frozen.
 NOT_FROZEN = ("inner backward", "own weight")
 # Layers with parameters that are always trained, unless they are frozen.
-TRAINED = ("linear", "norm", "conv", "attention", "gru", "parallel", "words")
+TRAINED = ("linear", "norm", "conv", "attention", "gru", "parallel", "words", *EXPERTS)
 # Needs the weight in the graph of the product: refused with a split backward.
 WHOLE_BACKWARD = ("penalty",)
 

@@ -56,6 +56,11 @@ MENDS: dict[str, tuple[str, str, str]] = {
         "            current.update(hooks)\n",
         "",
     ),
+    "auxiliary losses are means over samples": (
+        "engine/step_runner.py",
+        "partial(float, 1 / self.batch.micro_batch_size)",
+        "partial(float, 1)",
+    ),
     "ranks agree that parameters are frozen": (
         "engine/run/batch_reader.py",
         "if loader.is_map_style and self._is_fenced:",

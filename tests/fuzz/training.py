@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipemega import TENSOR_AXIS, LayerSpec, PipelineModule, TiedLayerSpec, initialize
+from pipemega import EXPERT_AXIS, TENSOR_AXIS, LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
 from pipemega.errors import PipemegaError
 from tests.fuzz.cases import OPTIMIZERS, Case, Mesh
+from tests.fuzz.experts import KINDS as EXPERTS
+from tests.fuzz.experts import Mixture, ignoring_loss
 from tests.fuzz.layers import LAYERS, WHOLE_BACKWARD, WIDTH, functional_loss
 from tests.ranks.recorded_graphs import graphs_on_cpus
 from tests.ranks.training_runs import offload_on_cpus
@@ -43,6 +45,8 @@ def specs(case: Case) -> list[Any]:
                 found.append(TiedLayerSpec("tied", layer))
             elif kind == "parallel":
                 found.append(LayerSpec(layer, TENSOR_AXIS))
+            elif kind in EXPERTS:
+                found.append(LayerSpec(layer, TENSOR_AXIS, EXPERT_AXIS))
             elif kind == "tanh":
                 found.append(layer)
             else:
@@ -81,7 +85,12 @@ def config_of(case: Case, mesh: Mesh) -> dict[str, Any]:
         "gradient_accumulation_fusion": case.fused,
         "training": {"weight_decay_norms_and_biases": True},
         "optimizer": {"type": case.optimizer, "params": params},
-        "mesh": {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "timeout_seconds": 30},
+        "mesh": {
+            "pipeline": mesh.pipeline,
+            "tensor": mesh.tensor,
+            "expert": mesh.expert,
+            "timeout_seconds": 30,
+        },
         "data": {"dataloader_type": "single"},
         "zero_optimization": {"stage": int(mesh.zero), "overlap_comm": mesh.overlap},
         "pipeline": {
@@ -106,8 +115,12 @@ def engine_of(case: Case, mesh: Mesh) -> Engine:
         arguments["training_data"] = samples(case)
     elif case.example:
         arguments["example"] = micro_batches(case, 0)[0]
-    net = PipelineModule(specs(case), functional_loss)
+    net = PipelineModule(specs(case), loss_of(case))
     return initialize(net, config_of(case, mesh), **arguments)[0]
+
+
+def loss_of(case: Case) -> Any:
+    return ignoring_loss if case.ignored else functional_loss
 
 
 def freeze(case: Case, step: int, layers: Iterator[tuple[int, Any]]) -> None:
@@ -155,6 +168,7 @@ def train(case: Case, folder: str) -> tuple[Numbers, dict[str, Tensor]]:
             found[f"norm {step}"] = engine.get_global_grad_norm()
     engine.check_replicas()
     found |= engine.parameter_state()
+    found |= {n: b for n, b in engine.buffer_state().items() if n.endswith(".expert_bias")}
     engine.close()
     return found, first
 
@@ -177,11 +191,15 @@ def expected(case: Case, first: dict[str, Tensor]) -> Numbers:
         for position, layer in enumerate(built)
         if isinstance(layer, nn.Module)
         for name, buffer in layer.named_buffers()
+        if f"layers.{position}.{name}" in first  # not what is empty between two steps
     }
     with torch.no_grad():
         for name, tensor in {**named, **buffers}.items():
             tensor.copy_(first[name])
     trained = {name: p for name, p in named.items() if p.requires_grad}
+    mixtures = [layer for layer in built if isinstance(layer, Mixture)]
+    for mixture in mixtures:
+        mixture.is_plain = True
     options = OPTIMIZERS[case.optimizer] | {"weight_decay": case.weight_decay}
     options.pop("adam_w_mode", None)
     optimizer = getattr(torch.optim, case.optimizer)(trained.values(), **options)
@@ -191,11 +209,13 @@ def expected(case: Case, first: dict[str, Tensor]) -> Numbers:
         if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None
     }
 
-    def loss_of(micro: Sample) -> Tensor:
+    def losses_of(micro: Sample) -> tuple[Tensor, float, Tensor]:
+        """Return the sum of losses, its weight, and the auxiliary losses of the samples."""
         h: Any = micro[0].clone()
         for position, layer in enumerate(built):
             h = tied[position](layer, h) if position in tied else layer(h)
-        return functional_loss(h, micro[1])
+        result, own = loss_of(case)(h, micro[1]), sum(mixture.loss for mixture in mixtures)
+        return *(result if case.ignored else (result, 1.0)), torch.as_tensor(own)
 
     found: Numbers = {}
     data_size = case.mesh.data
@@ -205,13 +225,16 @@ def expected(case: Case, first: dict[str, Tensor]) -> Numbers:
         freeze(case, step, iter(enumerate(built)))
         batches = micro_batches(case, step)
         if step == case.evaluate_at:
-            found[f"evaluation {step}"] = _evaluation(built, loss_of, batches)
+            found[f"evaluation {step}"] = _evaluation(built, losses_of, batches)
+        weight = sum(float(ignoring_loss.weight_of_labels(y)) for _, y in batches)
+        weight = weight if case.ignored else len(batches)
         losses, sums = [], {name: torch.zeros_like(p) for name, p in trained.items()}
         for rank in range(data_size):
             optimizer.zero_grad()
             for micro in batches[rank::data_size]:
-                loss = loss_of(micro)
-                (loss * data_size / len(batches)).backward()  # type: ignore[no-untyped-call]
+                loss, _, own = losses_of(micro)
+                whole = loss / weight + own / (len(batches) * case.samples)
+                (whole * data_size).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.item())
             for name, parameter in trained.items():
                 if parameter.grad is not None:
@@ -219,11 +242,14 @@ def expected(case: Case, first: dict[str, Tensor]) -> Numbers:
         for name, parameter in trained.items():
             # A parameter that the loss does not use has a gradient of 0.
             parameter.grad = sums[name] if parameter.requires_grad else None
-        found[f"loss {step}"] = sum(losses) / len(losses)
+        found[f"loss {step}"] = sum(losses) / weight
         if case.clipping:
             norm = nn.utils.clip_grad_norm_(trained.values(), case.clipping)
             found[f"norm {step}"] = norm.item()
         optimizer.step()
+        for mixture in mixtures:
+            mixture.end_step()
+    found |= {name: b for name, b in buffers.items() if name.endswith(".expert_bias")}
     return found | {name: parameter.detach() for name, parameter in named.items()}
 
 
@@ -231,12 +257,13 @@ def _built(layer: Any) -> Any:
     return layer.build(Axis("tensor")) if isinstance(layer, LayerSpec) else layer
 
 
-def _evaluation(built: list[Any], loss_of: Any, batches: list[Sample]) -> float:
+def _evaluation(built: list[Any], losses_of: Any, batches: list[Sample]) -> float:
     modules = [layer for layer in built if isinstance(layer, nn.Module)]
     for module in modules:
         module.eval()
     with torch.no_grad():
-        mean = sum(loss_of(micro).item() for micro in batches) / len(batches)
+        losses, weights, _ = zip(*map(losses_of, batches), strict=True)
+        mean = float(sum(losses)) / sum(weights)
     for module in modules:
         module.train()
     return mean

@@ -92,6 +92,14 @@ TRIALS: dict[str, Case] = {
     "frozen with post-validation and map-style data": _row(
         "linear", late_sync=True, mesh=_zb(), frozen=((1, 1, 0),)
     ),
+    # Beside a mean loss, they were as many times too strong as a micro-batch has samples.
+    "auxiliary losses of experts": _row("experts, gated", samples=3),
+    # A graph repeated the numbers of rows of its capture.
+    "experts, graphs": _row("experts, aux_loss", graphs=True),
+    # The step had the number of samples of one data rank.
+    "auxiliary losses, ignored labels, whole batches": _row(
+        "experts", data="batch", ignored=True, mesh=Mesh(data=2, expert=2)
+    ),
     # The fused SGD of torch failed.
     "some parameters without momentum": _row("linear", data="batch", frozen=((0, 0, 0),)),
 }  # fmt: skip

@@ -23,6 +23,12 @@ LLAMA = {
 STYLES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA,
+    "experts": {
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 12,
+        "moe_shared_expert_intermediate_size": 8,
+        "moe_layer_freq": [0, 1, 1],
+    },
     "megatron": {
         "position_embedding_type": "rope",
         "embedding_norm": True,

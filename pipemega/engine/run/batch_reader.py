@@ -311,7 +311,8 @@ class BatchReader:
         if batch is not None:
             needed = samples // self._share.data_size
             found = self._count(batch, needed, grows=self._sizes.changes)
-            return self._from_batch(batch, found or needed, count, self._training_data)
+            step = self._from_batch(batch, found or needed, count, self._training_data)
+            return replace(step, num_samples=samples)
         if data_iter is not None:
             _refuse_restarting(data_iter)
         elif loader is not None:

@@ -282,7 +282,7 @@ class _Layer:
             self.reason = "its inputs and outputs share memory"
         elif not torch.equal(state, torch.default_generator.get_state()):
             self.reason = "it draws random numbers on the host"
-        elif reads.found:
+        elif reads.found or any(getattr(m, "reads_host", False) for m in self.module.modules()):
             self.reason = "it reads a value on the host"
         elif backwards:
             self.reason = "it runs a backward in its forward"

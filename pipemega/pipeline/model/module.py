@@ -12,7 +12,7 @@ Copies of module buffers, which a forward may change.
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -509,9 +509,11 @@ def build_layer(spec: LayerSpec, position: int, options: BuildOptions) -> nn.Mod
     seed = random.derive_seed(options.seed, name)
     if options.seed_layers:
         seed = options.seed + position
+    # Errors of its exchanges name the layer, also in backward.
+    expert = replace(options.expert, name=f"experts of {name}")
     with random.preserve_rng(options.device):
         random.seed_torch(seed, options.device)
-        layer = spec.on_expert_axis(options.expert).build(options.tensor, options.device)
+        layer = spec.on_expert_axis(expert).build(options.tensor, options.device)
     for parameter in layer.parameters():
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
             # It has gaps or overlaps; collectives and fused optimizers walk the whole memory.

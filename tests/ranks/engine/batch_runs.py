@@ -47,6 +47,7 @@ def train(config: dict[str, Any], loss: str = "mean") -> dict[str, Any]:
                         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
                     found["outputs"].append(len(kept or ()))
                 found["loss"].append(value)
+            found["samples"] = engine.consumed_samples
             results[given] = found | {"parameters": state_of(engine)}
         return results
     finally:

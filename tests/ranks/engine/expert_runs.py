@@ -1,5 +1,6 @@
 """Runs of GPTs with experts, and of the dispatch of tokens alone."""
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -8,19 +9,26 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from pipemega import initialize
+from pipemega.config import load
 from pipemega.diagnostics.replica_check import check_replicas
 from pipemega.distributed.mesh import Axis, build_mesh
 from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.errors import ReplicaError
+from pipemega.models import GPTConfig, gpt
 from pipemega.moe import router as router_module
 from pipemega.moe.dispatch import Dispatch
-from pipemega.moe.router import Router
+from pipemega.moe.experts import Experts, MixtureOfExperts
+from pipemega.moe.router import Router, RouterConfig
 from pipemega.optimizer import masters, step_outcome
-from pipemega.parameters import shard_of
+from pipemega.optimizer.mixed_precision import LossScale
+from pipemega.parameters import initialize_parameters, normal, shard_of
+from pipemega.pipeline.model.recompute import recompute
 from pipemega.pipeline.split_backward import grouped_linear
-from tests.ranks.training_runs import build, data, train
+from tests.ranks.training_runs import LENGTH, VOCAB, build, data, train, train_engine
 
 
 @contextmanager
@@ -106,7 +114,67 @@ def _rest(engine: Engine, steps: int) -> dict[str, Any]:
     }
 
 
+# Other runs of the whole model
+
+
+def train_scaled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Train as with fp16, with a loss scale of 2^10, but compute in fp64."""
+    with in_fp64():
+        engine = build(config)
+        assert engine.steps.optimizer_step is not None
+        engine.steps.optimizer_step.loss_scale = LossScale(2.0**10)
+        return train_engine(engine, data)
+
+
+def train_packed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Train on samples of two documents, or of one with padding."""
+    with in_fp64():
+        loaded = load(config)
+        return train_engine(initialize(gpt(GPTConfig.of(loaded, VOCAB)), loaded)[0], packed)
+
+
+def packed(engine: Engine, step: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    for number, (tokens, labels) in enumerate(data(engine, step)):
+        place = number * engine.mesh.data.size + engine.mesh.data.rank
+        first, real = 2 + place % 3, LENGTH - 1 - place % 4
+        positions = torch.arange(LENGTH).repeat(len(tokens), 1)
+        positions[0, first:] -= first
+        mask = torch.ones_like(tokens)
+        mask[1, real:] = 0
+        inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
+        yield inputs, labels.masked_fill(mask == 0, -100)
+
+
 # Choices of a router
+
+
+def choices_at_a_tie() -> tuple[list[Any], Any, int]:
+    """Recompute a layer with an input that has changed by 1e-7, where all experts are equally good.
+
+    Return the choices of the forward and of the recomputation, those of the changed input, and the
+    number of exchanges of counts.
+    """
+    mesh = build_mesh(Topology(1, 2, 1, 2), torch.device("cpu"))
+    axes, init = {"expert": mesh.expert, "tensor": mesh.tensor}, normal(0.5)
+    with in_fp64():
+        router = Router(RouterConfig(num_experts=EXPERTS, topk=TOPK), HIDDEN, init)
+        experts = Experts(
+            EXPERTS, HIDDEN, HIDDEN, gated=False, activation=torch.tanh, up_init=init,
+            down_init=init, bias=False, **axes,
+        )  # fmt: skip
+        layer = MixtureOfExperts(router, experts, **axes)
+    initialize_parameters(layer, "layer", seed=1)
+    router.weight.data.copy_(torch.eye(EXPERTS, HIDDEN))
+    x = torch.ones(2, TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(mesh.data.rank))
+    changed, found = x.detach() + 1e-7 * noise.double(), list[Any]()
+    hook = router.register_forward_hook(lambda *args: found.append(args[2].experts.tolist()))
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        y = recompute(lambda x: layer(x + (changed - 1) if found else x), x)
+        y.square().sum().backward()
+    hook.remove()
+    counts = sum(call.args[0].dtype == torch.int64 for call in exchange.call_args_list)
+    return found, router(changed).experts.tolist(), counts
 
 
 @contextmanager
@@ -186,6 +254,34 @@ def replica_error(config: Mapping[str, Any]) -> str:
 
 
 # The dispatch alone
+
+
+def kept_buffers() -> list[int]:
+    """Return how many buffers of exchanges are kept in the forward, and after backward."""
+    mesh, buffers = build_mesh(Topology(1, 2, 1, 2), torch.device("cpu")), list[StorageWeakRef]()
+    start = dist.all_to_all_single
+
+    def noted(received: Tensor, sent: Tensor, *args: Any, **options: Any) -> Any:
+        buffers.extend(StorageWeakRef(x.untyped_storage()) for x in (received, sent))
+        return start(received, sent, *args, **options)
+
+    def kept() -> int:
+        end = time.monotonic() + 5.0
+        # A thread of gloo may hold them a little longer.
+        while not all(b.expired() for b in buffers) and time.monotonic() < end:
+            time.sleep(0.01)
+        return sum(not b.expired() for b in buffers)
+
+    tokens, experts, weights = _problem(mesh.data.rank, "any")
+    with mock.patch.object(dist, "all_to_all_single", noted):
+        dispatch = Dispatch(tokens.requires_grad_(), experts, EXPERTS, mesh.expert, mesh.tensor)
+        found = [len(buffers), kept()] if (rows := dispatch.arrived()) is not None else []
+        y = dispatch.combine(rows, weights.requires_grad_())
+        found += [len(buffers), kept()]
+        y.square().sum().backward()
+        found += [len(buffers), kept()]
+    return found
+
 
 HIDDEN, EXPERTS, TOPK, TOKENS = 6, 4, 2, 9
 

@@ -112,6 +112,7 @@ class Move:
         bounds: before and after.
         schedules: before and after.
         changes: changes to the config.
+        model: changes to the section `model` of a "gpt".
         net: "gpt", or a key of `NETS`.
         arguments: returns further arguments of `initialize`.
     """
@@ -119,6 +120,7 @@ class Move:
     bounds: tuple[list[int], list[int]] = ([0, 5, 8], [0, 3, 8])
     schedules: tuple[Schedule, Schedule] = (("1f1b", 1), ("zb-h1", 1))
     changes: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
     net: str = "gpt"
     arguments: Callable[[], Mapping[str, Any]] = dict
 
@@ -128,7 +130,7 @@ class Move:
         pipeline = {"partition": self.bounds[at], "schedule": name, "chunks": chunks}
         changes = {"mesh": {"pipeline": 2}, "gradient_clipping": 0.5, **self.changes}
         changes["pipeline"] = {**pipeline, **self.changes.get("pipeline", {})}
-        changes["model"] = {"num_layers": 4} if self.net == "gpt" else None
+        changes["model"] = {"num_layers": 4, **self.model} if self.net == "gpt" else None
         config = load(settings(**changes))
         net = gpt(GPTConfig.of(config, VOCAB)) if self.net == "gpt" else NETS[self.net]()
         return initialize(net, config, **self.arguments())[0]

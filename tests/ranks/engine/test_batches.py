@@ -36,6 +36,7 @@ def test_a_whole_batch_trains_bitwise_like_its_micro_batches_and_returns_their_o
     for result in results:
         one, other = result["iterator"], result["batch"]
         assert one["loss"] == other["loss"]
+        assert one["samples"] == other["samples"]
         for name, value in one["parameters"].items():
             np.testing.assert_array_equal(value, other["parameters"][name])
     count = 4 // mesh.get("data", 1)

@@ -158,6 +158,20 @@ def test_every_mesh_with_experts_trains_like_one_process(
         assert_like_the_oracle(result, oracle(choice))
 
 
+@pytest.mark.parametrize("run", [runs.train_packed, runs.train_scaled])
+@pytest.mark.parametrize("mesh", some(MESHES, MESHES.index((2, 2, 1, 2))), ids=str)
+def test_packed_documents_and_a_loss_scale_train_like_one_process(
+    pool: RankPool, oracle: Any, mesh: Mesh, run: Any
+) -> None:
+    """Padding counts in no auxiliary loss; the gradients of auxiliary losses are scaled too."""
+    if run is runs.train_scaled:
+        want = oracle("clipped")
+    else:
+        (want,) = pool.run(1, run, config_of((1, 1, 1, 1), "clipped"))
+    for got in pool.run(mesh[0] * mesh[1] * mesh[2], run, config_of(mesh, "clipped")):
+        assert_like_the_oracle(got, want)
+
+
 @pytest.mark.parametrize(("mesh", "changes"), some_cases([((2, 2, 1, 2), {}), ((2, 1, 2, 1), {}),
     ((2, 2, 1, 2), {"fused": True}), ((4, 1, 1, 1), {})], 0), ids=str)  # fmt: skip
 def test_all_schedules_and_recomputations_with_experts_give_the_same_bits(
@@ -292,6 +306,19 @@ def test_dispatched_tokens_get_the_results_and_gradients_of_one_process(
 ) -> None:
     """Data ranks have other numbers of tokens, and some experts have none."""
     assert max(pool.run(sizes[0] * sizes[1], runs.dispatched, sizes, chosen)) < 1e-12
+
+
+def test_an_exchange_keeps_no_buffer_after_its_wait(pool: RankPool) -> None:
+    """Each all-to-all has two: counts and rows, then the results, then the gradients of both."""
+    for found in pool.run(2, runs.kept_buffers):
+        assert found == [4, 0, 6, 0, 10, 0]
+
+
+def test_a_recomputation_makes_the_choices_of_the_forward_also_at_a_tie(pool: RankPool) -> None:
+    """Rounding would send the tokens elsewhere; the ranks do not exchange their numbers again."""
+    for (first, again), fresh, counts in pool.run(2, runs.choices_at_a_tie):
+        assert first == again != fresh
+        assert counts == 1
 
 
 def test_a_replica_of_experts_is_compared_with_the_ranks_that_have_the_same_ones(

@@ -36,10 +36,22 @@ OVERLAP = {
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
 LATE = {"pipeline": {"optimizer_sync": "post_validate"}}
 FROM_V = {"bounds": TO_V["bounds"][::-1], "schedules": TO_V["schedules"][::-1]}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 12,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 8,
+}
+DIVIDED = {"mesh": {"pipeline": 2, "data": 2, "expert": 2}}
 
 MOVES = {
     2: [Move(changes=FP16), Move(**TO_V, net="small", changes=LATE)],
-    4: [Move(**FROM_V, changes={**DATA, **OVERLAP})],
+    4: [
+        Move(**FROM_V, changes={**DATA, **OVERLAP}),
+        Move(changes={**DIVIDED, **ZERO}, model=EXPERTS),
+    ],
 }
 ALL_MOVES = {
     2: [
@@ -59,6 +71,8 @@ ALL_MOVES = {
         Move(changes={**DATA, **ZERO, **LATE}),
         Move(changes={**DATA, **ZERO}, arguments=own_optimizer),
         Move(changes={"mesh": {"pipeline": 2, "tensor": 2}}),
+        Move(changes={"mesh": {"pipeline": 2, "tensor": 2}}, model=EXPERTS),
+        Move(**TO_V, changes={**DIVIDED, **LATE}, model=EXPERTS),
         Move(
             bounds=([0, 2, 4, 6, 8], [0, 1, 2, 3, 8]),
             changes={"mesh": {"pipeline": 4}},

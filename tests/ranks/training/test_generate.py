@@ -11,6 +11,10 @@ from tests.ranks.pool import RankPool
     [
         ("llama", {"pipeline": 2, "tensor": 2}, "stage"),
         ("gpt2", {"pipeline": 2}, "parallel"),
+        ("experts", {"data": 2, "expert": 2}, "stage"),
+        pytest.param(
+            "experts", {"pipeline": 2, "data": 2, "expert": 2}, "stage", marks=pytest.mark.sweep
+        ),
         pytest.param("llama", {"pipeline": 2, "tensor": 2}, "parallel", marks=pytest.mark.sweep),
         pytest.param("gpt2", {"pipeline": 2, "data": 2}, "stage", marks=pytest.mark.sweep),
         pytest.param(
