@@ -17,7 +17,7 @@ from pipemega.pipeline.visualize import Bars, Intro, Panel, Table, Verdict
 from pipemega.planning.advice import TriedChange
 from pipemega.planning.estimate import Report
 from pipemega.planning.prediction import CutReport, Prediction
-from pipemega.planning.throughput import Efficiency, efficiency
+from pipemega.planning.throughput import Efficiency, efficiency, exchanged_bytes
 from pipemega.printing import (
     percent,
     show_bytes,
@@ -171,9 +171,10 @@ def summary_rows(report: Report) -> dict[str, str]:
         for p, (first, last) in enumerate(_ranks(topology))
     ]
     shown = ranks if len(ranks) <= 8 else [*ranks[:3], "...", ranks[-1]]
+    experts = f", expert {topology.expert}" if topology.expert > 1 else ""
     mesh = (
         f"{topology.world_size} ranks = pipeline {topology.pipeline} x data {topology.data} x "
-        f"tensor {topology.tensor} (ranks by pipeline rank: {', '.join(shown)})"
+        f"tensor {topology.tensor}{experts} (ranks by pipeline rank: {', '.join(shown)})"
     )
     stages = f"{prediction.chunks} stages" if prediction.chunks > 1 else "1 stage"
     model = request.config.model
@@ -225,6 +226,13 @@ def step_summary(report: Report) -> dict[str, str]:
     each = f" in each of {pipelines} pipelines" if pipelines > 1 else ""
     sent = show_bytes(prediction.message_bytes)
     lines["traffic"] = f"{prediction.messages:,} messages, {sent} per step{each}"
+    exchanged = max(exchanged_bytes(report, rank) for rank in range(report.topology.pipeline))
+    if exchanged:
+        lines["experts"] = (
+            f"a rank sends {show_bytes(exchanged)} of tokens per step to the others of "
+            f"{report.topology.expert} expert ranks; times and memory assume that all experts get "
+            f"equally many"
+        )
     if report.communicators is not None:
         lines["NCCL"] = f"at most {report.communicators} communicators per rank"
     host = max(rank.footprint.host for rank in prediction.memory)
@@ -360,6 +368,7 @@ def as_json(report: Report, changes: Sequence[TriedChange]) -> dict[str, Any]:
             "pipeline": topology.pipeline,
             "data": topology.data,
             "tensor": topology.tensor,
+            "expert": topology.expert,
             "ranks": _ranks(topology),
         },
         "batch": {
@@ -376,6 +385,9 @@ def as_json(report: Report, changes: Sequence[TriedChange]) -> dict[str, Any]:
         "stages": [vars(stage) for stage in report.stages],
         "cut": None if report.cut is None else _cut(report.cut),
         "nccl_communicators": report.communicators,
+        "exchanged_bytes": [
+            exchanged_bytes(report, rank) for rank in range(report.topology.pipeline)
+        ],
         "device": {"type": request.device, "memory": request.limit},
         "time_unit": "seconds" if request.rates.known else "mean forward of a rank",
         "outcome": _prediction(report.prediction, report),

@@ -158,6 +158,7 @@ class _Work:
             "launches of kernels": self._launches(),
             "multiprocessors of messages": self._messages(_MOST_BLOCKS),
             "tensor-parallel communication": self._tensor_parallel(),
+            "exchange of tokens": self._exchanges(),
             "reduction of gradients": self._reduction(),
             "optimizer step": moved / self._bandwidth,
         }
@@ -222,20 +223,60 @@ class _Work:
     def _tensor_parallel(self) -> float:
         ranks, model = self._topology.tensor, self._config.model
         assert isinstance(model, GPTSection)
-        start, stop = 2, 2 + model.num_layers  # after embedding and positions
-        layout = self._report.prediction.layout
-        blocks = sum(
-            max(0, min(layout.bounds[stage + 1], stop) - max(layout.bounds[stage], start))
-            for stage, at in enumerate(layout.rank_of_stage)
-            if at == self._rank
-        )
         # Attention and MLP: an all-reduce in F and in B, or what sequence parallelism does instead.
         per_block = 6 if model.recompute == "full" else 4
         size = 2 * self._report.batch.micro_batch_size * model.seq_length * model.hidden_size
-        moved = 2 * (ranks - 1) / ranks * size * per_block * blocks
-        return self._count * moved / _NVLINK
+        with_experts = _expert_blocks(self._report, self._rank)
+        moved = 2 * size * per_block * len(_blocks(self._report, self._rank))
+        if self._topology.expert > 1:
+            # In place of an all-reduce of the tokens, gathers of their copies; see `Dispatch`.
+            moved += (2 * model.moe_router_topk - 1) * size * per_block / 2 * with_experts
+        return self._count * (ranks - 1) / ranks * moved / _NVLINK
+
+    def _exchanges(self) -> float:
+        topology = self._topology
+        is_near = topology.tensor * topology.expert <= _GPUS_PER_NODE
+        return exchanged_bytes(self._report, self._rank) / (_NVLINK if is_near else _NETWORK)
 
     def _reduction(self) -> float:
         ranks = self._topology.data
         link = _NVLINK if self._topology.world_size <= _GPUS_PER_NODE else _NETWORK
         return 2 * (ranks - 1) / ranks * self._footprint.gradients / link
+
+
+def _blocks(report: Report, rank: int) -> list[int]:
+    """Return the blocks of a GPT on a pipeline rank."""
+    model, layout = report.request.config.model, report.prediction.layout
+    assert isinstance(model, GPTSection)
+    first = 2  # after embedding and positions
+    return [
+        block
+        for stage, at in enumerate(layout.rank_of_stage)
+        if at == rank
+        for block in range(model.num_layers)
+        if layout.bounds[stage] <= first + block < layout.bounds[stage + 1]
+    ]
+
+
+def _expert_blocks(report: Report, rank: int) -> int:
+    model = report.request.config.model
+    assert isinstance(model, GPTSection)
+    return sum(model.expert_layers[block] for block in _blocks(report, rank))
+
+
+def exchanged_bytes(report: Report, rank: int) -> int:
+    """Return the bytes that a rank sends to others of the expert axis in a step of a GPT.
+
+    As if all experts got equally many tokens.
+    """
+    config, topology = report.request.config, report.topology
+    model, ranks = config.model, topology.expert
+    if not isinstance(model, GPTSection) or report.request.model is not None or ranks == 1:
+        return 0
+    # Two in F and two in B, where full recomputation repeats the first two.
+    exchanges = 6 if model.recompute == "full" else 4
+    values = report.batch.micro_batch_size * model.seq_length * model.moe_router_topk
+    values *= model.hidden_size // topology.tensor
+    size = 2 if config.compute_dtype in ("float16", "bfloat16") else 4
+    each = values * size * (ranks - 1) // ranks
+    return report.batch.num_microbatches * exchanges * each * _expert_blocks(report, rank)

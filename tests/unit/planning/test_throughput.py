@@ -10,8 +10,11 @@ from benchmarks.gpu_single.estimate import Sizes
 from benchmarks.gpu_single.run import config_of
 from pipemega.cli import main
 from pipemega.config import load
+from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.planning.estimate import Request, estimate
-from pipemega.planning.throughput import Efficiency, efficiency
+from pipemega.planning.report import step_summary
+from pipemega.planning.throughput import Efficiency, efficiency, exchanged_bytes
+from pipemega.printing import show_bytes
 
 # benchmarks/gpu_single/README.md: shares of the step, and MFU by the data sheet.
 MEASURED = {"matrix products": 0.64, "attention": 0.11}
@@ -132,3 +135,34 @@ def test_the_text_lists_the_items(capsys: pytest.CaptureFixture[str]) -> None:
     assert "of the bf16 peak of H100, an estimate" in text
     assert "MFU with each item off and on" in text
     assert "pipeline.max_ctas" in text
+
+
+def test_the_exchange_of_tokens_is_counted_where_the_experts_are() -> None:
+    changes = ["mesh.data=4", "model.moe_layer_freq=[0,1,1,1]", "pipeline.partition=uniform"]
+    config = load("configs/moe_quickstart.json", changes)
+    report = estimate(Request(config, 8, quick=True))
+    model, batch = config.model, report.batch
+    assert isinstance(model, GPTSection)
+    tokens = batch.micro_batch_size * model.seq_length * batch.num_microbatches
+    # fp32; half of two copies of each token leaves, twice in F and twice in B.
+    layer = tokens * 2 * model.hidden_size * 4 // 2 * 4
+    assert report.prediction.layout.bounds == (0, 4, 8)
+    assert [exchanged_bytes(report, rank) for rank in range(2)] == [layer, 2 * layer]
+    lines = step_summary(report)["experts"]
+    assert f"sends {show_bytes(2 * layer)} of tokens per step to the others of 2 expert" in lines
+
+
+def test_the_exchange_of_tokens_is_a_part_of_a_step() -> None:
+    """Twice the experts of a token: twice the time."""
+    one, two = (
+        estimated(
+            load(
+                "configs/moe_quickstart.json", ["bf16.enabled=true", f"model.moe_router_topk={k}"]
+            ),
+            4,
+            "H100",
+        ).parts["exchange of tokens"]
+        for k in (2, 4)
+    )
+    assert two == pytest.approx(2 * one)
+    assert one > 0
