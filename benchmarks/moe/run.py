@@ -22,7 +22,7 @@ def main() -> None:
     print(f"{EXPERTS} experts, {CHOSEN} for each token; load before: {where['load_before']:.1f}\n")
     print("| tokens, hidden, expert | dense, ms | experts / dense | exchange / plain exchanges |")
     print("| --- | ---: | ---: | ---: |")
-    for size, times in zip(SIZES, found, strict=True):
+    for size, times in zip(SIZES, found["times"], strict=True):
         ratios = [a / b for a, b in zip(times["expert 1"], times["dense"], strict=True)]
         extra = [
             (two - one) / plain
@@ -33,6 +33,10 @@ def main() -> None:
         milliseconds = 1e3 * statistics.median(times["dense"])
         row = f"| {', '.join(f'{n:,}' for n in size)} | {milliseconds:.0f} | {spread(ratios)} "
         print(f"{row}| {spread(extra)} |")
+    whole, half = found["bytes"]
+    without, with_full = found["counts"]
+    print(f"\nbytes of experts per rank, expert 2 / 1: {half / whole:.2f}")
+    print(f"exchanges of counts, recompute full / none: {with_full} / {without}")
 
 
 if __name__ == "__main__":

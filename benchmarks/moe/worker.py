@@ -1,4 +1,7 @@
-"""One of two ranks: times of a layer with experts, of a dense MLP, and of plain exchanges."""
+"""One of two ranks: times of a layer with experts, of a dense MLP, and of plain exchanges.
+
+Also what a GPT with experts keeps on each rank, and how often it exchanges the numbers of tokens.
+"""
 
 import argparse
 import json
@@ -6,12 +9,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import pipemega
 from pipemega.distributed.mesh import Axis
+from pipemega.models import GPTConfig, gpt
 from pipemega.moe.experts import Experts, MixtureOfExperts
 from pipemega.moe.router import Router, RouterConfig
 from pipemega.parameters import initialize_parameters, normal
@@ -80,13 +86,55 @@ def times(tokens: int, hidden: int, ffn: int) -> dict[str, list[float]]:
     return found
 
 
+def trained(expert: int, recompute: str) -> tuple[int, int]:
+    """Train a step of a GPT; return the bytes of its experts, and the exchanges of counts.
+
+    The bytes are those of weights, gradients and the state of Adam.
+    """
+    model = {
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32,
+        "vocab_size": 64, "num_experts": EXPERTS, "recompute": recompute,
+    }  # fmt: skip
+    keys = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "mesh": {"data": 2, "expert": expert, "device": "cpu"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "model": model,
+    }
+    config = pipemega.load_config(keys)
+    exchanges = []
+
+    def count(received: Tensor, *arguments: Any, **keys: Any) -> Any:
+        exchanges.extend([None] * (received.dtype == torch.int64))
+        return whole(received, *arguments, **keys)
+
+    whole = dist.all_to_all_single
+    engine, *_ = pipemega.initialize(gpt(GPTConfig.of(config, 64)), config)
+    tokens = torch.randint(64, (2, 33))
+    with mock.patch.object(dist, "all_to_all_single", count):
+        engine.train_batch(iter([(tokens[:, :-1], tokens[:, 1:])] * 2))
+    size = 0
+    for group in engine.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.dim() == 3:
+                state = engine.optimizer.state[parameter].values()
+                size += sum(t.nbytes for t in (parameter, parameter.grad, *state) if t.dim())
+    engine.close()
+    return size, len(exchanges)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = [times(*size) for size in SIZES]
+    found = {
+        "times": [times(*size) for size in SIZES],
+        "bytes": [trained(expert, "none")[0] for expert in (1, 2)],
+        "counts": [trained(2, recompute)[1] for recompute in ("none", "full")],
+    }
     arguments.out.write_text(json.dumps(found))
     dist.destroy_process_group()
 
