@@ -87,7 +87,11 @@ class Router(nn.Module, DeferredStatistics):
 
     Attributes:
         expert_bias: b, [E] fp32; None: there is none.
-        sums: tokens of each expert in the current step, if there is a bias: [E] fp64.
+        sums: tokens of each expert in the current step, if there is a bias or `is_recorded`:
+            [E] fp64.
+        loss_sums: the auxiliary losses without their coefficients, as sums over the samples of the
+            current step, if `is_recorded`: [balance loss, z-loss] fp64; 0: has no coefficient.
+        is_recorded: whether the loads of the experts and the auxiliary losses are recorded.
 
     Shape:
         x [batch, sequence, hidden]; counted [batch, sequence], None for all tokens
@@ -96,7 +100,11 @@ class Router(nn.Module, DeferredStatistics):
     Source: see the module.
     """
 
+    step_buffers = ("sums", "loss_sums")
+
     expert_bias: Tensor | None
+    loss_sums: Tensor
+    is_recorded = False
 
     def __init__(self, config: RouterConfig, hidden_size: int, init_method: InitMethod) -> None:
         super().__init__()
@@ -107,6 +115,7 @@ class Router(nn.Module, DeferredStatistics):
         bias = torch.zeros(experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.register_buffer("sums", torch.zeros(experts, dtype=torch.float64), persistent=False)
+        self.register_buffer("loss_sums", torch.zeros(2, dtype=torch.float64), persistent=False)
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> Routing:
         # Rounded scores would choose other experts.
@@ -125,7 +134,8 @@ class Router(nn.Module, DeferredStatistics):
         if c.num_groups is not None and c.group_topk is not None:
             q = q.masked_fill(~_best_groups(q, c.num_groups, c.group_topk, c.topk), -torch.inf)
         experts = q.topk(c.topk, dim=-1).indices
-        if self.training and self.updates_statistics and self.counts():
+        is_used = self.updates_statistics or self.is_recorded
+        if self.training and is_used and self.counts():
             # Integers in fp64: exact, whatever their order.
             ones = torch.ones_like(experts, dtype=torch.float64)
             if counted is not None:
@@ -152,16 +162,22 @@ class Router(nn.Module, DeferredStatistics):
             return weights
         losses = []
         if c.aux_loss_coeff:
-            losses.append(c.aux_loss_coeff * self._balance_loss(z, counted))
+            losses.append(c.aux_loss_coeff * self._record(0, self._balance_loss(z, counted)))
         if c.z_loss_coeff:
             squares = z.logsumexp(-1).square()
             if counted is not None:
                 squares = squares * counted
-            losses.append(c.z_loss_coeff * squares.sum() / z.shape[1])
+            losses.append(c.z_loss_coeff * self._record(1, squares.sum() / z.shape[1]))
         if not losses:
             return weights
         added: Tensor = _WithLoss.apply(weights, torch.stack(losses).sum())  # type: ignore[no-untyped-call]
         return added
+
+    def _record(self, place: int, loss: Tensor) -> Tensor:
+        """Return the loss, and add it to `loss_sums`."""
+        if self.is_recorded and self.counts():
+            self.loss_sums[place] += loss.detach()
+        return loss
 
     def _balance_loss(self, z: Tensor, counted: Tensor | None) -> Tensor:
         """Return the sum over the samples of the loss that balances the experts."""

@@ -109,7 +109,7 @@ def test_a_point_has_its_axes_and_grouped_names(tmp_path):
     assert "train/loss_scale" not in step
     assert evaluation["eval/loss"] == 0.0
     axes = dict.fromkeys(["step", "consumed_samples", "consumed_tokens"])
-    groups = ("train", "epoch", "eval", "test", "perf", "memory", "event")
+    groups = ("train", "epoch", "eval", "test", "perf", "memory", "moe", "event")
     assert wandb.metrics == axes | {f"{group}/*": "consumed_samples" for group in groups}
     assert wandb.points == sorted(set(wandb.points)), "wandb drops points that do not increase"
     assert wandb.finished
