@@ -41,7 +41,7 @@ class ExpertLayers:
     Args:
         layers: position of the layer of each router, as in the names of its parameters.
         num_experts: experts of each of them.
-        losses: the auxiliary losses that have a coefficient.
+        losses: the auxiliary losses that have a coefficient; equal in all layers.
     """
 
     layers: tuple[int, ...] = ()
@@ -60,11 +60,9 @@ class ExpertLayers:
         sizes = {config.num_experts for _, config in found}
         if len(sizes) != 1:
             return cls()
-        used = (
-            any(config.aux_loss_coeff for _, config in found),
-            any(config.z_loss_coeff for _, config in found),
-        )
-        losses = tuple(name for name, is_used in zip(_LOSSES, used, strict=True) if is_used)
+        config = found[0][1]
+        used = zip(_LOSSES, (config.aux_loss_coeff, config.z_loss_coeff), strict=True)
+        losses = tuple(name for name, coefficient in used if coefficient)
         return cls(tuple(position for position, _ in found), sizes.pop(), losses)
 
     def rows(self, sums: Sequence[float]) -> list[list[float]]:
@@ -80,23 +78,19 @@ class ExpertLayers:
         """
         if not sums:
             return {}
-        values: dict[str, dict[int, float]] = {}
+        metrics, names = dict[str, float](), ("load", *self.losses)
         for layer, row in zip(self.layers, self.rows(sums), strict=True):
-            tokens, losses = row[: self.num_experts], row[self.num_experts :]
+            tokens = row[: self.num_experts]
             mean = sum(tokens) / self.num_experts
-            values.setdefault("load", {})[layer] = max(tokens) / mean if mean else math.nan
-            for name, loss in zip(_LOSSES, losses, strict=True):
-                if name in self.losses:
-                    values.setdefault(name, {})[layer] = loss
-        metrics = {
-            f"moe/{name}/layer_{layer}": value
-            for name, by_layer in values.items()
-            for layer, value in by_layer.items()
-        }
-        metrics["moe/max_load"] = max(values["load"].values())
-        for name in self.losses:
-            metrics[f"moe/{name}"] = sum(values[name].values()) / len(self.layers)
-        return metrics
+            values = dict(zip(_LOSSES, row[self.num_experts :], strict=True))
+            values["load"] = max(tokens) / mean if mean else math.nan
+            metrics |= {f"moe/{name}/layer_{layer}": values[name] for name in names}
+        load, *losses = (
+            [metrics[f"moe/{name}/layer_{layer}"] for layer in self.layers] for name in names
+        )
+        means = (sum(loss) / len(loss) for loss in losses)
+        metrics |= {f"moe/{name}": mean for name, mean in zip(self.losses, means, strict=True)}
+        return metrics | {"moe/max_load": max(load)}
 
 
 class StatisticsUpdates:
@@ -118,7 +112,7 @@ class StatisticsUpdates:
             int(name.split(".")[1]): module
             for stage in model.stages.values()
             for name, module in stage.named_modules()
-            if isinstance(module, Router)
+            if experts.layers and isinstance(module, Router)
         }
         self._routers = list(routers.values())
         rows = [experts.layers.index(layer) for layer in routers]
@@ -157,13 +151,8 @@ class StatisticsUpdates:
         """
         if not self._records:
             return None
-        experts = self._experts.num_experts
-        sums = torch.zeros(
-            len(self._experts.layers),
-            experts + len(_LOSSES),
-            dtype=torch.float64,
-            device=self._mesh.device,
-        )
+        shape = len(self._experts.layers), self._experts.num_experts + len(_LOSSES)
+        sums = torch.zeros(shape, dtype=torch.float64, device=self._mesh.device)
         if self._routers and self._mesh.tensor.rank == 0:
             tokens = torch.stack([router.sums for router in self._routers])
             losses = torch.stack([router.loss_sums for router in self._routers]) / samples

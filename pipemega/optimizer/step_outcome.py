@@ -116,16 +116,9 @@ class GlobalStats:
             sums: [squares per layer .., nonfinite_ranks, loss, weight, num_microbatches, votes,
                 extra ..].
         """
-        nonfinite_ranks, loss, weight, num_microbatches, stop_votes, *extra = sums[num_layers:]
-        return cls(
-            sum(sums[:num_layers]),
-            nonfinite_ranks,
-            loss,
-            weight,
-            num_microbatches,
-            stop_votes,
-            tuple(extra),
-        )
+        nonfinite_ranks, loss, weight, count, votes, *extra = sums[num_layers:]
+        squares = sum(sums[:num_layers])
+        return cls(squares, nonfinite_ranks, loss, weight, count, votes, tuple(extra))
 
     def without_norm(self) -> "GlobalStats":
         """Return these sums with a norm of 0, which neither clips nor overflows."""

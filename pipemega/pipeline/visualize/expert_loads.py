@@ -25,6 +25,7 @@ _MOST_COLUMNS: Final = 240
 _MOST_ROWS: Final = 1200
 # The scale of colours ends at this load, and at its inverse.
 _MOST_LOAD: Final = 4
+_NO_TOKEN: Final = "#ffd21f"
 
 
 class ExpertLoads:
@@ -93,9 +94,9 @@ class ExpertLoads:
         layers, experts, columns = loads.shape
         per_row = -(-layers * experts // _MOST_ROWS)
         rows = -(-experts // per_row)
-        with np.errstate(divide="ignore"):
-            shown = np.log2(loads)
-        # A load of 0 stays at -inf: it has a colour of its own.
+        # Below the scale: a load of 0 has a colour of its own.
+        shown = np.where(np.isnan(loads), np.nan, -most - 1)
+        np.log2(loads, out=shown, where=loads > 0)
         shown = np.where(loads > 0, shown.clip(-most, most), shown)
         padded = np.full((layers, rows * per_row, columns), np.nan)
         padded[:, :experts] = shown
@@ -104,7 +105,7 @@ class ExpertLoads:
         farthest = np.where(np.isnan(groups), -1, np.abs(groups)).argmax(axis=2, keepdims=True)
         image = np.take_along_axis(groups, farthest, axis=2).reshape(layers * rows, columns)
 
-        height = min(16.0, max(0.08 * len(image), 0.3 * layers, 1.0))
+        height = min(16.0, max(0.08 * len(image), 0.3 * layers, 1.5))
         figure = Figure(figsize=(10, height + 1), layout="constrained")
         axes = figure.subplots()
         start, end = self.first_step - 0.5, self.first_step - 0.5 + columns * self._width
@@ -113,24 +114,25 @@ class ExpertLoads:
             extent=(start, end, layers, 0),
             aspect="auto",
             interpolation="nearest",
-            cmap=colormaps["RdBu_r"].with_extremes(under="black", bad=LIGHT.idle),
+            cmap=colormaps["RdBu_r"].with_extremes(under=_NO_TOKEN, bad=LIGHT.idle),
             vmin=-most,
             vmax=most,
         )
         for border in range(1, layers):
             axes.axhline(border, color=LIGHT.background, linewidth=1.5)
         every = -(-layers // 40)
-        shown_layers = range(0, layers, every)
-        axes.set_yticks(
-            [n + 0.5 for n in shown_layers], [f"layer {self._layers[n]}" for n in shown_layers]
-        )
+        named = range(0, layers, every)
+        axes.set_yticks([n + 0.5 for n in named], [f"layer {self._layers[n]}" for n in named])
         axes.tick_params("y", length=0)
         axes.set_xlabel("step")
-        title = f"load of {experts} experts for each layer, the first one at the top"
+        axes.locator_params("x", integer=True)
+        title = f"load of the {experts} experts of each layer, expert 0 at the top"
         axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
         if per_row > 1:
             axes.set_title(f"each row: {per_row} experts", loc="right", fontsize=9)
-        bar = figure.colorbar(drawn, ax=axes, pad=0.01, label="tokens / mean; black: none")
+        size, label = min(4.0, height), "tokens / mean; yellow: none"
+        place = {"shrink": size / height, "aspect": size / 0.15, "anchor": (0.0, 1.0), "pad": 0.01}
+        bar = figure.colorbar(drawn, ax=axes, label=label, **place)
         ticks = range(-int(most), int(most) + 1)
         bar.set_ticks(list(ticks), labels=[f"{2.0**tick:g}" for tick in ticks])
         return figure

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -277,3 +277,23 @@ def tokens_in_records(config: Mapping[str, Any], folder: str, steps: int) -> Any
     # Each micro-batch passes all layers before the next one.
     by_step = [torch.stack([sum(each[0::2]), sum(each[1::2])]).tolist() for each in counts]
     return found["numbers"], by_step
+
+
+def calls_in_a_step(config: Mapping[str, Any], folder: str) -> list[str]:
+    """Return the collectives of the second step, by name."""
+    names = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
+    calls: list[str] = []
+    with in_fp64(), ExitStack() as patches:
+        engine = build(dict(config) | ({"checkpoint": {"save": folder}} if folder else {}))
+        engine.train_batch(data(engine, 0))
+        for name in names:
+            original = getattr(dist, name)
+
+            def counted(*args: Any, name: str = name, original: Any = original, **kw: Any) -> Any:
+                calls.append(name)
+                return original(*args, **kw)
+
+            patches.enter_context(mock.patch.object(dist, name, counted))
+        engine.train_batch(data(engine, 1))
+    engine.close()
+    return calls

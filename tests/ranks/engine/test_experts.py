@@ -316,7 +316,7 @@ RECORDED: dict[str, tuple[Mesh, ...]] = {
 }
 
 
-@pytest.mark.parametrize("choice", some(list(RECORDED), 0, 1, 6), ids=str)
+@pytest.mark.parametrize("choice", some(list(RECORDED), 0, 1), ids=str)
 def test_the_recorded_loads_of_experts_are_those_of_one_process(
     pool: RankPool, tmp_path: Path, choice: str
 ) -> None:
@@ -340,6 +340,16 @@ def test_the_recorded_loads_of_experts_are_those_of_one_process(
                     assert mine[name] == theirs[name] > 1
                 assert mine[name] == pytest.approx(theirs[name], rel=TOLERANCE), name
         assert got["kinds"].count("picture") == 1
+
+
+@pytest.mark.parametrize("choice", some(["like DeepSeek-V3", "plain", "post-validated"], 0))
+def test_recording_the_loads_needs_no_collective(
+    pool: RankPool, tmp_path: Path, choice: str
+) -> None:
+    config = config_of((2, 2, 1, 2), choice)
+    plain = pool.run(4, runs.calls_in_a_step, config, "")
+    assert pool.run(4, runs.calls_in_a_step, config, str(tmp_path)) == plain
+    assert "all_reduce" in plain[0]
 
 
 def test_a_recorded_load_is_the_largest_number_of_tokens_over_the_mean(
