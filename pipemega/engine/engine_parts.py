@@ -22,6 +22,7 @@ from pipemega.engine.plan_choice import PlanChooser, plan_chooser
 from pipemega.engine.run.batch_reader import StepData
 from pipemega.engine.run.training_data import TrainingData
 from pipemega.engine.run_setup import ExecutorBuilder, RunSetup
+from pipemega.engine.running_statistics import ExpertLayers
 from pipemega.engine.stage_mover import BuiltModules, StageMover
 from pipemega.engine.train_step import StepFeature
 from pipemega.errors import ConfigError
@@ -235,6 +236,7 @@ class Components:
         first: the first plan and its stages, and what changes them later.
         late_choice: chooses plan and stages again when the first step has been read; None: they
             are final.
+        experts: the routers of the whole model.
     """
 
     model: LocalModel
@@ -245,7 +247,8 @@ class Components:
     num_parameters: int
     mover: StageMover
     first: FirstPlan
-    late_choice: LateChoice | None = None
+    late_choice: LateChoice | None
+    experts: ExpertLayers
 
 
 def build_components(
@@ -280,4 +283,5 @@ def build_components(
         StageMover(setup, executors),
         first,
         late_choice,
+        ExpertLayers.of(setup.net),
     )

@@ -25,6 +25,7 @@ from pipemega.monitor import (
     EpochRecord,
     EventRecord,
     Monitor,
+    PictureRecord,
     Record,
     ResumePoint,
     StepRecord,
@@ -54,6 +55,8 @@ class RunLogger(StepFeature):
             and MFU; 0: do not record them.
     """
 
+    records_experts = True
+
     def __init__(self, steps: StepRunner, log: logging.Logger, *, keeps_files: bool) -> None:
         self._steps, self._config, self._log = steps, steps.config, log
         self._keeps_files, self._shows_progress = keeps_files, False
@@ -66,6 +69,7 @@ class RunLogger(StepFeature):
             self._peak_tflops = peak_tflops(torch.cuda.get_device_name(steps.mesh.device))
         self._pending: deque[StepRecord] = deque()  # records of steps whose norm is not known yet
         self._reports: deque[StepReport] = deque()  # reports of steps that are not written yet
+        self._loads: Any = None  # tokens of experts, for their picture; on rank 0 only
         self._elapsed: dict[str, float] = {}
         training = self._config.training
         self.history = RunStats()
@@ -250,7 +254,8 @@ class RunLogger(StepFeature):
             record = self._pending.popleft()
             if not (math.isfinite(record.loss) and math.isfinite(report.grad_norm)):
                 self.history.nan_steps += 1
-            extra = dict(record.extra)
+            extra = dict(record.extra) | self._steps.experts.metrics(report.extra)
+            self._add_loads(record.step, report.extra)
             if self._config.pipeline.optimizer_sync == "post_validate":
                 extra["rollbacks"] = report.rollbacks
             self.monitor.write(
@@ -283,6 +288,26 @@ class RunLogger(StepFeature):
         folder = Path(configured) if configured else self.folder.on_rank0() / "timelines"
         write = load_name("pipemega.profiling.measured_costs:write_timeline")
         self.monitor.write(write(trace, folder, steps.consumed_samples, self._log))
+
+    def _add_loads(self, step: int, sums: tuple[float, ...]) -> None:
+        experts = self._steps.experts
+        if not (sums and self._keeps_files) or self._steps.mesh.rank > 0:
+            return
+        if self._loads is None:
+            history = load_name("pipemega.pipeline.visualize.expert_loads:ExpertLoads")
+            self._loads = history(experts.layers, experts.num_experts)
+        self._loads.add(step, [row[: experts.num_experts] for row in experts.rows(sums)])
+
+    def write_loads(self) -> None:
+        """Write the picture of the loads of experts, if it has new steps; on rank 0."""
+        if self._loads is None or not self._loads.has_new_steps:
+            return
+        path = self.folder.on_rank0() / "expert_loads" / f"from-step-{self._loads.first_step}.png"
+        try:
+            if self._loads.write(path):
+                self.write(PictureRecord, picture_name="moe/loads", picture=path)
+        except OSError as error:
+            self._log.warning("the picture of the loads could not be written: %s", error)
 
     def _prints(self) -> bool:
         every = self._config.steps_per_print or 0
@@ -339,6 +364,7 @@ class RunLogger(StepFeature):
             stopped: why the run ends early; empty if it does not.
         """
         steps = self._steps
+        self.write_loads()
         done, total = steps.global_steps, steps.data.total_steps
         end = f"stopped ({stopped}) after" if stopped else "finished"
         of = "" if total is None else f" of {total}"

@@ -75,6 +75,7 @@ class StepRunner:
         features: watch the steps, in this order.
         optimizer_step, schedule: None without training.
         data: the training data, and the length of the run.
+        experts: the routers of the whole model.
         global_steps, consumed_samples, step_samples, epoch, stop_requested: as of `Engine`.
         reports: the newest reports of steps that became final.
     """
@@ -89,7 +90,7 @@ class StepRunner:
     ) -> None:
         self.config, self.mesh, self.plan = config, mesh, components.first.plan
         self.batch, self.timers = config.batch(mesh.data.size), components.timers
-        self.num_parameters = components.num_parameters
+        self.num_parameters, self.experts = components.num_parameters, components.experts
         self.stages, self.stages_were_read = nn.ModuleList(), False
         self.global_steps, self.consumed_samples, self.stop_requested = 0, 0, False
         self.step_samples, self.epoch = 0, 0
@@ -121,7 +122,7 @@ class StepRunner:
         """Run, read, evaluate, trace and profile with these stages from now on."""
         config, mesh, step = self.config, self.mesh, self.optimizer_step
         self.model, self.executor = model, executor
-        self._statistics = StatisticsUpdates(model, mesh.data)
+        self._statistics = StatisticsUpdates(model, mesh, self.experts)
         self.stages._modules.clear()
         self.stages.extend(model.modules)
         self._speculative: SpeculativeRunner | None = None
@@ -278,6 +279,7 @@ class StepRunner:
             memory = feature.traces(step)
             if memory is not None:
                 self.trace_next_step(memory)
+        self._statistics.record_experts(any(each.records_experts for each in self.features))
         recorders = [feature.before_step(step) or NULL_RECORDER for feature in self.features]
         found = (each for each in recorders if each is not NULL_RECORDER)
         return step, next(found, NULL_RECORDER)
@@ -342,7 +344,11 @@ class StepRunner:
         assert isinstance(optimizer_step, PostValidatedStep)
 
         def start_loss_sums(results: Results) -> None:
-            optimizer_step.start_loss_sums(*results.losses.totals(self.mesh), should_stop())
+            optimizer_step.start_loss_sums(
+                *results.losses.totals(self.mesh),
+                should_stop(),
+                self._statistics.expert_sums(step.data.num_samples),
+            )
 
         return self._speculative.run(step.plan, micro_batches, recorder, start_loss_sums)
 
@@ -351,12 +357,14 @@ class StepRunner:
     ) -> StepReport:
         """Update the parameters after all backwards of `step`, count it, and return its report."""
         assert self.optimizer_step is not None
+        extra = self._statistics.expert_sums(step.data.num_samples)
         self._statistics.end_step()
         with self.timers("optimizer"):
             report = self.optimizer_step(
                 *results.losses.totals(self.mesh),
                 samples=step.data.num_samples,
                 stop=should_stop(),
+                extra=extra,
             )
         self._take_reports()
         step = replace(step, phases=self.phases.stop())

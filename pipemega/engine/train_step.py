@@ -64,7 +64,12 @@ class StepFeature:
     The last four are points of a run that keeps records. `after_load` follows the loading of a
     checkpoint that continues a run; if it was loaded before the feature was added, it is called
     when the run begins.
+
+    Attributes:
+        records_experts: the loads of experts, and auxiliary losses, are part of the reports.
     """
+
+    records_experts = False
 
     def traces(self, step: TrainStep) -> bool | None:
         """Return whether to trace memory too, if the step must be traced; None: it need not be."""

@@ -413,6 +413,7 @@ class TrainingRun:
             if self._loop is not None:
                 self.finish_steps()
                 self._call(lambda feature: feature.before_save())
+            self.logger.write_loads()
             steps.settle()
             counters = Counters(steps.global_steps, steps.consumed_samples, self.state_dict())
             self.checkpointer.model = steps.model

@@ -23,6 +23,7 @@ Sources: Fedus et al. 2021, arXiv:2101.03961; DeepSeek-AI 2024, arXiv:2412.19437
 each sample); Zoph et al. 2022, arXiv:2202.08906 (z-loss).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -87,7 +88,11 @@ class Router(nn.Module, DeferredStatistics):
 
     Attributes:
         expert_bias: b, [E] fp32; None: there is none.
-        sums: tokens of each expert in the current step, if there is a bias: [E] fp64.
+        sums: tokens of each expert in the current step, if there is a bias or `is_recorded`:
+            [E] fp64.
+        loss_sums: the auxiliary losses without their coefficients, as sums over the samples of the
+            current step, if `is_recorded`: [balance loss, z-loss] fp64; 0: has no coefficient.
+        is_recorded: whether the loads of the experts and the auxiliary losses are recorded.
 
     Shape:
         x [batch, sequence, hidden]; counted [batch, sequence], None for all tokens
@@ -96,7 +101,11 @@ class Router(nn.Module, DeferredStatistics):
     Source: see the module.
     """
 
+    step_buffers = ("sums", "loss_sums")
+
     expert_bias: Tensor | None
+    loss_sums: Tensor
+    is_recorded = False
 
     def __init__(self, config: RouterConfig, hidden_size: int, init_method: InitMethod) -> None:
         super().__init__()
@@ -107,6 +116,7 @@ class Router(nn.Module, DeferredStatistics):
         bias = torch.zeros(experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.register_buffer("sums", torch.zeros(experts, dtype=torch.float64), persistent=False)
+        self.register_buffer("loss_sums", torch.zeros(2, dtype=torch.float64), persistent=False)
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> Routing:
         # Rounded scores would choose other experts.
@@ -115,7 +125,7 @@ class Router(nn.Module, DeferredStatistics):
         experts = remembered(lambda: self._choose(z, counted))
         weights = self._weights(z, experts)
         if self.training:
-            weights = with_auxiliary_losses(weights, z, self.config, counted)
+            weights = with_auxiliary_losses(weights, z, self.config, counted, self._record)
         return Routing(experts.flatten(0, 1), weights.flatten(0, 1))
 
     def _choose(self, z: Tensor, counted: Tensor | None) -> Tensor:
@@ -127,7 +137,8 @@ class Router(nn.Module, DeferredStatistics):
         if c.num_groups is not None and c.group_topk is not None:
             q = q.masked_fill(~_best_groups(q, c.num_groups, c.group_topk, c.topk), -torch.inf)
         experts = q.topk(c.topk, dim=-1).indices
-        if self.training and self.updates_statistics and self.counts():
+        is_used = self.updates_statistics or self.is_recorded
+        if self.training and is_used and self.counts():
             # Integers in fp64: exact, whatever their order.
             ones = torch.ones_like(experts, dtype=torch.float64)
             if counted is not None:
@@ -147,6 +158,11 @@ class Router(nn.Module, DeferredStatistics):
             weights = z.gather(-1, experts).softmax(-1)
         return weights if c.topk_scaling_factor is None else weights * c.topk_scaling_factor
 
+    def _record(self, place: int, loss: Tensor) -> None:
+        """Add a loss to `loss_sums`."""
+        if self.is_recorded and self.counts():
+            self.loss_sums[place] += loss.detach()
+
     @torch.no_grad()
     def update(self, sums: Tensor) -> None:
         """Move the bias towards equal numbers of tokens."""
@@ -159,7 +175,11 @@ class Router(nn.Module, DeferredStatistics):
 
 
 def with_auxiliary_losses(
-    weights: Tensor, z: Tensor, config: RouterConfig, counted: Tensor | None = None
+    weights: Tensor,
+    z: Tensor,
+    config: RouterConfig,
+    counted: Tensor | None = None,
+    record: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
     """Return the weights, whose backward also starts the backward of the auxiliary losses.
 
@@ -167,18 +187,25 @@ def with_auxiliary_losses(
         weights: the weights of the chosen experts, of any shape.
         z: the logits of a router: [batch, sequence, E].
         counted: see `Router`.
+        record: gets the balance loss (0) and the z-loss (1), as sums over the samples.
     """
-    c, losses = config, []
-    if c.aux_loss_coeff:
-        losses.append(c.aux_loss_coeff * _balance_loss(z, c, counted))
-    if c.z_loss_coeff:
+    if not torch.is_grad_enabled():
+        return weights
+    found: list[tuple[int, float, Tensor]] = []
+    if config.aux_loss_coeff:
+        found.append((0, config.aux_loss_coeff, _balance_loss(z, config, counted)))
+    if config.z_loss_coeff:
         squares = z.logsumexp(-1).square()
         if counted is not None:
             squares = squares * counted
-        losses.append(c.z_loss_coeff * squares.sum() / z.shape[1])
-    if not losses or not torch.is_grad_enabled():
+        found.append((1, config.z_loss_coeff, squares.sum() / z.shape[1]))
+    if not found:
         return weights
-    added: Tensor = _WithLoss.apply(weights, torch.stack(losses).sum())  # type: ignore[no-untyped-call]
+    if record is not None:
+        for place, _, loss in found:
+            record(place, loss)
+    total = torch.stack([coefficient * loss for _, coefficient, loss in found]).sum()
+    added: Tensor = _WithLoss.apply(weights, total)  # type: ignore[no-untyped-call]
     return added
 
 

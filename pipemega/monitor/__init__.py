@@ -1,6 +1,6 @@
 """Monitoring: records of a run, and the sinks that write them.
 
-records          step, epoch, evaluation, timeline, event and sample records; names, FLOPs
+records          step, epoch, evaluation, timeline, picture, event, sample records; names, FLOPs
 sinks            JSON lines, CSV, TensorBoard; Monitor, which combines sinks; a sink in a thread
 wandb_sink       Weights & Biases; console: progress bar and lines
 build_sinks      the sinks that a config enables
@@ -27,6 +27,7 @@ from pipemega.monitor.records import (
     EpochRecord,
     EvalRecord,
     EventRecord,
+    PictureRecord,
     Record,
     SampleRecord,
     ScalarRecord,
@@ -67,6 +68,7 @@ __all__ = [
     "Monitor",
     "MultiTimer",
     "Phase",
+    "PictureRecord",
     "RankLogger",
     "Record",
     "ResumePoint",

@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from collections import deque
+from collections.abc import Mapping
 from typing import TextIO
 
 from tqdm import tqdm
@@ -23,6 +24,10 @@ _LESS_IMPORTANT = (
     "num zeros",
     "params norm",
     "loss scale",
+    "z-loss",
+    "balance loss",
+    "in layer",
+    "expert load",
     "TFLOP/s",
     "memory GiB",
     "ETA",
@@ -154,8 +159,9 @@ def step_line(
     """Return the line of one step: parts "key value" joined by " | ", always in this order.
 
     step, [epoch], consumed samples, [batch size], loss, lr, grad norm, [loss scale], [num zeros],
-    [params norm], tokens/s (samples/s if the tokens of a sample are unknown), [TFLOP/s], [MFU],
-    skipped, nan, [memory GiB], [ETA]; the parts in brackets only if known.
+    [params norm], [expert load, in layer], [balance loss], [z-loss], tokens/s (samples/s if the
+    tokens of a sample are unknown), [TFLOP/s], [MFU], skipped, nan, [memory GiB], [ETA]; the parts
+    in brackets only if known.
     """
     epoch = None if record.epoch is None else f"{record.epoch}{_of(total_epochs)}"
     return _line(
@@ -169,6 +175,7 @@ def step_line(
         ("loss scale", _known(record.loss_scale, ".10g")),
         ("num zeros", _known(record.num_zeros, "d")),
         ("params norm", _decimal(record.params_norm)),
+        *_experts(record.extra),
         _rate(record),
         ("TFLOP/s", _known(record.tflops_per_device, ".4g")),
         ("MFU %", None if record.mfu is None else percent(record.mfu).rstrip("%")),
@@ -176,6 +183,20 @@ def step_line(
         ("nan", f"{record.nan_steps}"),
         ("memory GiB", _known(record.peak_gib, ".2f")),
         ("ETA", _duration(seconds_left)),
+    )
+
+
+def _experts(values: Mapping[str, float]) -> tuple[tuple[str, str | None], ...]:
+    """Return the parts about experts: the largest load, its layer, and auxiliary losses."""
+    prefix = "moe/load/layer_"
+    loads = {name: load for name, load in values.items() if name.startswith(prefix)}
+    if not loads:
+        return ()
+    return (
+        ("expert load", _known(values["moe/max_load"], ".2f")),
+        ("in layer", max(loads, key=loads.__getitem__).removeprefix(prefix)),
+        ("balance loss", _decimal(values.get("moe/balance_loss"))),
+        ("z-loss", _decimal(values.get("moe/z_loss"))),
     )
 
 

@@ -1,4 +1,4 @@
-"""Records of a run: one per step, epoch, evaluation, measured timeline, event and sample text.
+"""Records of a run: one per step, epoch, evaluation, timeline, picture, event and sample text.
 
 FLOPs of a model, and the peak FLOP/s of devices.
 
@@ -97,7 +97,7 @@ def tflops_per_device(flops: float, seconds: float, num_devices: int) -> float:
 
 MetricNames = Literal["grouped", "deepspeed"]
 
-GROUPS = ("train", "epoch", "eval", "test", "perf", "memory", "event")
+GROUPS = ("train", "epoch", "eval", "test", "perf", "memory", "moe", "event")
 DEEPSPEED_PREFIX = "Train/Samples/"
 
 # Where DeepSpeed's name is not the last part of ours. DeepSpeed calls the optimizer's part of a
@@ -379,6 +379,33 @@ class TimelineRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PictureRecord:
+    """A picture of the steps so far.
+
+    Args:
+        step: the last step in it.
+        consumed_samples: samples of the run so far.
+        picture_name: grouped name of the picture.
+        picture: a PNG file.
+    """
+
+    step: int
+    consumed_samples: int
+    picture_name: str
+    picture: Path
+
+    kind: ClassVar[str] = "picture"
+
+    def scalars(self) -> dict[str, float]:
+        """Return {}: a picture has no numbers."""
+        return {}
+
+    def row(self) -> dict[str, object]:
+        """Return the fields by name, for a line of JSON; the picture as a path."""
+        return {"kind": self.kind} | self.__dict__ | {"picture": str(self.picture)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class EventRecord:
     """An event of the run.
 
@@ -463,6 +490,7 @@ Record = (
     | EpochRecord
     | EvalRecord
     | TimelineRecord
+    | PictureRecord
     | EventRecord
     | SampleRecord
     | ScalarRecord

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from pipemega.errors import ConfigError
 from pipemega.monitor.records import (
     MetricNames,
+    PictureRecord,
     Record,
     SampleRecord,
     TimelineRecord,
@@ -257,7 +258,7 @@ class TensorboardSink(Sink):
         if isinstance(record, SampleRecord):
             text = record.prompt + record.text
             self._writer.add_text("eval/samples", text, record.consumed_samples)
-        if isinstance(record, TimelineRecord) and record.picture is not None:
+        if isinstance(record, TimelineRecord | PictureRecord) and record.picture is not None:
             # matplotlib has drawn the picture, so it is installed.
             from matplotlib.image import imread
 

@@ -15,6 +15,7 @@ from pipemega.errors import ConfigError
 from pipemega.monitor.records import (
     EventRecord,
     MetricNames,
+    PictureRecord,
     Record,
     SampleRecord,
     StepRecord,
@@ -125,7 +126,7 @@ class WandbSink(Sink):
         point |= {"step": record.step, "consumed_samples": record.consumed_samples}
         if isinstance(record, StepRecord) and record.consumed_tokens:
             point["consumed_tokens"] = record.consumed_tokens
-        elif isinstance(record, TimelineRecord) and record.picture is not None:
+        elif isinstance(record, TimelineRecord | PictureRecord) and record.picture is not None:
             name = metric_name(self._names, record.picture_name)
             point[name] = self._wandb.Image(str(record.picture))
         elif isinstance(record, SampleRecord):

@@ -59,7 +59,7 @@ from pipemega.distributed.process_groups import device_thread
 from pipemega.errors import PipemegaError
 from pipemega.optimizer.param_groups import options_of
 from pipemega.optimizer.step import OptimizerStep
-from pipemega.optimizer.step_outcome import Attempt, Decision, GlobalStats, StepReport
+from pipemega.optimizer.step_outcome import Attempt, Decision, StepReport
 from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.model.module import BufferCopies
@@ -81,13 +81,6 @@ class AsyncSums:
     def __init__(self, name: str, finish: Callable[[], Tensor]) -> None:
         self._name, self._finish = name, finish
         self._sums: list[float] | None = None
-        self._stats: GlobalStats | None = None
-
-    def wait(self) -> GlobalStats:
-        """Return the sums of a step's numbers over all ranks, as `sums`."""
-        if self._stats is None:
-            self._stats = GlobalStats.of(self.sums())
-        return self._stats
 
     def sums(self) -> list[float]:
         """Return the sums over all ranks; block until every rank has contributed.
@@ -280,10 +273,11 @@ class PostValidatedStep(OptimizerStep):
         weight_sum: Tensor | float,
         num_microbatches: int,
         stop: bool = False,
+        extra: Tensor | None = None,
     ) -> None:
         """Start the all-reduce of the next call's arguments; collective, after all forwards."""
         # Same length and order as the sums with the norm, so that the results are bitwise equal.
-        local = self._stats_with(0.0, loss_sum, weight_sum, num_microbatches, stop)
+        local = self._stats_with(0.0, loss_sum, weight_sum, num_microbatches, stop, extra)
         self._loss_sums = self._sums.start("loss and weight", local)
 
     def __call__(
@@ -294,6 +288,7 @@ class PostValidatedStep(OptimizerStep):
         *,
         samples: int = 0,
         stop: bool = False,
+        extra: Tensor | None = None,
     ) -> StepReport:
         """Do one step; wait only for ranks that hold the same parameters.
 
@@ -306,12 +301,12 @@ class PostValidatedStep(OptimizerStep):
         """
         assert self._unvalidated is None, "the previous step has not been settled"
         if self._loss_sums is None:
-            self.start_loss_sums(loss_sum, weight_sum, num_microbatches, stop)
+            self.start_loss_sums(loss_sum, weight_sum, num_microbatches, stop, extra)
         assert self._loss_sums is not None
-        attempt, totals = self._reduce(samples), self._loss_sums.wait()
+        attempt, totals = self._reduce(samples), self._global(self._loss_sums.sums())
         self._loss_sums = None
         with self.phases("gradient norm"):
-            stats = self._local_stats(loss_sum, weight_sum, num_microbatches, stop)
+            stats = self._local_stats(loss_sum, weight_sum, num_microbatches, stop, extra)
         sums = self._sums.start(f"the gradient norm of step {self.steps}", stats)
         assumed = self._decide(attempt, totals.without_norm())
         if self._right_in_a_row < self._sync_after or assumed.report.overflow:
@@ -327,7 +322,7 @@ class PostValidatedStep(OptimizerStep):
     def _wait_for_norm(self, attempt: Attempt, assumed: Decision, sums: AsyncSums) -> StepReport:
         """Do the synchronous step; record whether the assumption would have been right."""
         with self.phases("gradient norm"):
-            decision = self._decide(attempt, sums.wait())
+            decision = self._decide(attempt, self._global(sums.sums()))
         self._count(right=decision.same_update(assumed))
         self._execute(decision)
         report = self._with_statistics(decision.report)
@@ -395,7 +390,7 @@ class PostValidatedStep(OptimizerStep):
         return right
 
     def _decision(self, step: _UnvalidatedStep) -> Decision:
-        return self._decide(step.attempt, step.sums.wait())
+        return self._decide(step.attempt, self._global(step.sums.sums()))
 
     def _count(self, *, right: bool) -> None:
         self._right_in_a_row = self._right_in_a_row + 1 if right else 0

@@ -143,6 +143,7 @@ class OptimizerStep:
         *,
         samples: int = 0,
         stop: bool = False,
+        extra: Tensor | None = None,
     ) -> StepReport:
         """Do one step; collective over the world.
 
@@ -156,6 +157,8 @@ class OptimizerStep:
             num_microbatches: number of these micro-batches.
             samples: samples of the step, on all data ranks, for the schedule.
             stop: this rank requests the end of the run; part of the all-reduce of the step.
+            extra: numbers for the report, which are summed in the same all-reduce: [any] fp64, on
+                the device, and of equal length on all ranks.
 
         Raises:
             NonFiniteError: a gradient is not finite, and such steps are not skipped.
@@ -163,11 +166,11 @@ class OptimizerStep:
         """
         attempt = self._reduce(samples)
         with self.phases("gradient norm"):
-            stats = self._local_stats(loss_sum, weight_sum, num_microbatches, stop)
+            stats = self._local_stats(loss_sum, weight_sum, num_microbatches, stop, extra)
             if self._mesh.world.size > 1:
                 all_reduce(stats, self._mesh.world)
             synchronize()
-            decision = self._decide(attempt, GlobalStats.of(stats.tolist()))
+            decision = self._decide(attempt, self._global(stats.tolist()))
         self._execute(decision)
         return self._record(self._with_statistics(decision.report))
 
@@ -219,10 +222,11 @@ class OptimizerStep:
         weight_sum: Tensor | float,
         num_microbatches: int,
         stop: bool,
+        extra: Tensor | None,
     ) -> Tensor:
-        """Return this rank's part of the `GlobalStats`: [num_layers + 5] fp64, on the device."""
+        """Return this rank's part of the `GlobalStats`: [num_layers + 5 + extra] fp64."""
         norms = self._gradient_norms()
-        return self._stats_with(norms, loss_sum, weight_sum, num_microbatches, stop)
+        return self._stats_with(norms, loss_sum, weight_sum, num_microbatches, stop, extra)
 
     def _stats_with(
         self,
@@ -231,15 +235,21 @@ class OptimizerStep:
         weight_sum: Tensor | float,
         num_microbatches: int,
         stop: bool,
+        extra: Tensor | None,
     ) -> Tensor:
-        size = self.masters.num_layers + 5
-        stats = torch.empty(size, dtype=torch.float64, device=self._mesh.device)
-        stats[:-4] = squared_norms
+        size, more = self.masters.num_layers + 5, 0 if extra is None else len(extra)
+        stats = torch.empty(size + more, dtype=torch.float64, device=self._mesh.device)
+        stats[: size - 4] = squared_norms
+        if extra is not None:
+            stats[size:] = extra
         numbers = (loss_sum, weight_sum, num_microbatches, stop)
-        for place, number in zip(stats[-4:], numbers, strict=True):
+        for place, number in zip(stats[size - 4 : size], numbers, strict=True):
             # Not `stats[i] = number`: torch copies that from pageable memory, and the host waits.
             place.fill_(number.detach() if isinstance(number, Tensor) else number)
         return stats
+
+    def _global(self, sums: Sequence[float]) -> GlobalStats:
+        return GlobalStats.of(sums, self.masters.num_layers)
 
     def _decide(self, attempt: Attempt, stats: GlobalStats) -> Decision:
         return decide(attempt, stats, self._settings.clip)

@@ -60,6 +60,7 @@ class StepReport:
             (`monitor.log_params_norm`).
         num_zeros: elements of the gradients of all logical parameters that are 0, after the
             reduction; None: not counted (`monitor.log_num_zeros_in_grad`).
+        extra: sums over all ranks of the numbers that the step was given with the losses.
         origin: where the first inf or nan arose; set by `Engine.take_reports` only.
     """
 
@@ -75,6 +76,7 @@ class StepReport:
     stop_votes: float = 0.0
     params_norm: float | None = None
     num_zeros: int | None = None
+    extra: tuple[float, ...] = ()
     origin: str = ""
 
     def in_words(self, step: int) -> str:
@@ -95,6 +97,7 @@ class GlobalStats:
         weight: sum of their weights.
         num_microbatches: number of micro-batches of all data ranks.
         stop_votes: number of ranks that request a stop.
+        extra: sums of further numbers, for the report.
     """
 
     squared_norm: float
@@ -103,12 +106,19 @@ class GlobalStats:
     weight: float
     num_microbatches: float
     stop_votes: float
+    extra: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, sums: Sequence[float]) -> "GlobalStats":
-        """Read [squares per layer .., nonfinite_ranks, loss, weight, num_microbatches, votes]."""
-        *squares, nonfinite_ranks, loss, weight, num_microbatches, stop_votes = sums
-        return cls(sum(squares), nonfinite_ranks, loss, weight, num_microbatches, stop_votes)
+    def of(cls, sums: Sequence[float], num_layers: int) -> "GlobalStats":
+        """Read the sums.
+
+        Args:
+            sums: [squares per layer .., nonfinite_ranks, loss, weight, num_microbatches, votes,
+                extra ..].
+        """
+        nonfinite_ranks, loss, weight, count, votes, *extra = sums[num_layers:]
+        squares = sum(sums[:num_layers])
+        return cls(squares, nonfinite_ranks, loss, weight, count, votes, tuple(extra))
 
     def without_norm(self) -> "GlobalStats":
         """Return these sums with a norm of 0, which neither clips nor overflows."""
@@ -192,6 +202,7 @@ def decide(attempt: Attempt, stats: GlobalStats, clip: float) -> Decision:
         weight=stats.weight,
         skipped_steps=attempt.skipped_steps + skipped,
         stop_votes=stats.stop_votes,
+        extra=stats.extra,
     )
     return Decision(report, factor, stats.nonfinite_ranks, attempt.samples)
 

@@ -38,7 +38,7 @@ class DeferredStatistics:
     updates_statistics = True
 
     # Empty between two steps, so that they need not move with the layer.
-    step_buffers = ("sums",)
+    step_buffers: tuple[str, ...] = ("sums",)
 
     sums: Tensor
 

@@ -13,7 +13,7 @@ Reduces an SVG file of matplotlib to about 40% of its size without a visible cha
 import io
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -436,6 +436,15 @@ def _save(
     form: str,
     dpi: int,
 ) -> bytes:
+    return saved(lambda: draw_figure(panels, unit, memory_unit, theme), theme, form, dpi)
+
+
+def saved(draw: "Callable[[], Figure]", theme: Theme, form: str, dpi: int) -> bytes:
+    """Return the file with the figure that `draw` returns.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         from matplotlib import rc_context
     except ImportError as error:
@@ -447,8 +456,7 @@ def _save(
     metadata, file = dict.fromkeys(left_out), io.BytesIO()
     colours = dict.fromkeys(_TEXTS, theme.text)
     with rc_context(dict[Any, Any](_STYLE | colours)):
-        figure = draw_figure(panels, unit, memory_unit, theme)
-        figure.savefig(file, format=form, dpi=dpi, facecolor=theme.background, metadata=metadata)
+        draw().savefig(file, format=form, dpi=dpi, facecolor=theme.background, metadata=metadata)
     return file.getvalue()
 
 

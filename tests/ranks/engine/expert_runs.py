@@ -1,8 +1,10 @@
 """Runs of GPTs with experts, and of the dispatch of tokens alone."""
 
+import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -322,3 +324,72 @@ def dispatched(sizes: tuple[int, int, int], chosen: str) -> float:
 
     pairs = zip(run(mesh.expert, mesh.tensor), run(Axis("expert"), Axis("tensor")), strict=True)
     return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+# Records
+
+
+def recorded(config: Mapping[str, Any], folder: str, steps: int) -> dict[str, Any]:
+    """Train with an evaluation after each step, and close the run.
+
+    Return the names of the files of the run, and the numbers about experts of each step.
+    """
+    path = Path(folder)
+    with in_fp64():
+        engine = build(dict(config) | {"checkpoint": {"save": folder, "overwrite": True}})
+        for step in range(steps):
+            has_data = engine.config.training.epochs is not None
+            engine.train_batch(None if has_data else data(engine, step))
+            engine.eval_batch(data(engine, 50 + step))
+        engine.close()
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    numbers = [
+        {name: value for name, value in row["extra"].items() if name.startswith("moe/")}
+        for row in rows
+        if row["kind"] == "train"
+    ]
+    return {"numbers": numbers, "kinds": [row["kind"] for row in rows]}
+
+
+def tokens_in_records(config: Mapping[str, Any], folder: str, steps: int) -> Any:
+    """Return the numbers of one process, and what its routers have chosen [step, layer, expert]."""
+    counts: list[list[Tensor]] = []
+    choose = Router._choose
+
+    def kept(self: Router, z: Tensor, counted: Tensor | None) -> Tensor:
+        experts = choose(self, z, counted)
+        if self.training:
+            counts[-1].append(experts.flatten().bincount(minlength=self.config.num_experts))
+        return experts
+
+    run = Engine.train_batch
+
+    def step(self: Engine, *arguments: Any) -> float:
+        counts.append([])
+        return run(self, *arguments)
+
+    with mock.patch.object(Router, "_choose", kept), mock.patch.object(Engine, "train_batch", step):
+        found = recorded(config, folder, steps)
+    # Each micro-batch passes all layers before the next one.
+    by_step = [torch.stack([sum(each[0::2]), sum(each[1::2])]).tolist() for each in counts]
+    return found["numbers"], by_step
+
+
+def calls_in_a_step(config: Mapping[str, Any], folder: str) -> list[str]:
+    """Return the collectives of the second step, by name."""
+    names = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
+    calls: list[str] = []
+    with in_fp64(), ExitStack() as patches:
+        engine = build(dict(config) | ({"checkpoint": {"save": folder}} if folder else {}))
+        engine.train_batch(data(engine, 0))
+        for name in names:
+            original = getattr(dist, name)
+
+            def counted(*args: Any, name: str = name, original: Any = original, **kw: Any) -> Any:
+                calls.append(name)
+                return original(*args, **kw)
+
+            patches.enter_context(mock.patch.object(dist, name, counted))
+        engine.train_batch(data(engine, 1))
+    engine.close()
+    return calls

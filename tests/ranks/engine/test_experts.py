@@ -329,3 +329,63 @@ def test_a_replica_of_experts_is_compared_with_the_ranks_that_have_the_same_ones
             "parameter layers.2.mlp.experts.up.weight (experts 0 to 1) differs from rank 0: on "
             "rank 2 in 1 of 384 elements, by up to 1."
         )
+
+
+RECORDED: dict[str, tuple[Mesh, ...]] = {
+    "plain": ((1, 2, 1, 2), (2, 2, 1, 2), (1, 1, 2, 1)),
+    "recompute": ((2, 2, 1, 2),),
+    "recompute, expert bias": ((1, 2, 1, 2),),
+    "recompute selective": ((1, 2, 2, 2),),
+    "like DeepSeek-V3": ((2, 2, 1, 2),),
+    "sequence parallel": ((1, 2, 2, 2),),
+    "partial step": ((2, 2, 1, 2),),
+    "post-validated": ((2, 2, 1, 2),),
+}
+
+
+@pytest.mark.parametrize("choice", some(list(RECORDED), 0, 1), ids=str)
+def test_the_recorded_loads_of_experts_are_those_of_one_process(
+    pool: RankPool, tmp_path: Path, choice: str
+) -> None:
+    """Loads are exact; recomputed forwards and evaluations do not count."""
+    plain = config_of((1, 1, 1, 1), choice, "sequential")
+    plain["model"].pop("recompute", None)
+    (want,) = pool.run(1, runs.recorded, plain, str(tmp_path / "one"), 3)
+    layers = ("3",) if choice == "like DeepSeek-V3" else ("2", "3")
+    names = {f"moe/load/layer_{layer}" for layer in layers} | {"moe/max_load"}
+    for loss in ("balance_loss", "z_loss"):
+        names |= {f"moe/{loss}", *(f"moe/{loss}/layer_{layer}" for layer in layers)}
+    for mesh in RECORDED[choice]:
+        ranks = mesh[0] * mesh[1] * mesh[2]
+        folder = str(tmp_path / str(ranks))
+        got = pool.run(ranks, runs.recorded, config_of(mesh, choice), folder, 3)[0]
+        assert len(got["numbers"]) == len(want["numbers"]) == 3
+        for mine, theirs in zip(got["numbers"], want["numbers"], strict=True):
+            assert mine.keys() == theirs.keys() == names
+            for name in names:
+                if "load" in name:
+                    assert mine[name] == theirs[name] > 1
+                assert mine[name] == pytest.approx(theirs[name], rel=TOLERANCE), name
+        assert got["kinds"].count("picture") == 1
+
+
+@pytest.mark.parametrize("choice", some(["like DeepSeek-V3", "plain", "post-validated"], 0))
+def test_recording_the_loads_needs_no_collective(
+    pool: RankPool, tmp_path: Path, choice: str
+) -> None:
+    config = config_of((2, 2, 1, 2), choice)
+    plain = pool.run(4, runs.calls_in_a_step, config, "")
+    assert pool.run(4, runs.calls_in_a_step, config, str(tmp_path)) == plain
+    assert "all_reduce" in plain[0]
+
+
+def test_a_recorded_load_is_the_largest_number_of_tokens_over_the_mean(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    config = config_of((1, 1, 1, 1), "plain", "sequential")
+    ((numbers, tokens),) = pool.run(1, runs.tokens_in_records, config, str(tmp_path), 2)
+    for recorded, by_layer in zip(numbers, tokens, strict=True):
+        loads = [max(layer) / (sum(layer) / len(layer)) for layer in by_layer]
+        assert [recorded[f"moe/load/layer_{n}"] for n in (2, 3)] == loads
+        assert recorded["moe/max_load"] == max(loads)
+        assert sum(map(sum, by_layer)) == 2 * 2 * 8 * training_runs.MICRO * training_runs.LENGTH

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.errors import PipelineError
 from pipemega.optimizer.post_validation import HostSums
-from pipemega.optimizer.step_outcome import GlobalStats
 from tests.ranks.pool import RankPool
 from tests.unit.late_copies import LateHostMemory
 
@@ -27,12 +26,12 @@ def late_and_complete_sums() -> Any:
         sums = HostSums(first, group)
         started = [sums.start(f"sum {n}", NUMBERS * (n + dist.get_rank())) for n in range(3)]
         # A sum may be waited for before an earlier one.
-        results += [one.wait() for one in reversed(started)]
-        assert started[2].wait() is results[-3]
+        results += [one.sums() for one in reversed(started)]
+        assert started[2].sums() is results[-3]
     with patch.object(dist, "all_reduce", side_effect=RuntimeError("Connection closed by peer")):
         failing = sums.start("loss and weight", NUMBERS)
         with pytest.raises(PipelineError) as caught:
-            failing.wait()
+            failing.sums()
     threads = {thread for thread, what in memory.log if what == "synchronizes"}
     return results, threads, str(caught.value)
 
@@ -41,7 +40,7 @@ def test_a_thread_waits_for_late_numbers_and_the_main_thread_raises_its_error(
     pool: RankPool,
 ) -> None:
     for results, threads, error in pool.run(2, late_and_complete_sums):
-        expected = [GlobalStats.of((factor * NUMBERS).tolist()) for factor in (5, 3, 1)]
+        expected = [(factor * NUMBERS).tolist() for factor in (5, 3, 1)]
         assert results == 2 * expected
         assert threads == {"sums"}
         assert error == "loss and weight: the all-reduce over all ranks: Connection closed by peer"

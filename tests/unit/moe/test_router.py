@@ -200,3 +200,22 @@ def test_the_gradient_of_auxiliary_losses_starts_from_the_factor_of_the_run(
     once = gradient_of(built, x)
     monkeypatch.setattr(router_module, "auxiliary_factor", lambda: 8.0)
     torch.testing.assert_close(gradient_of(built, x), 8 * once)
+
+
+def test_losses_and_tokens_are_counted_if_they_are_recorded() -> None:
+    built, x = router(aux_loss_coeff=0.3, z_loss_coeff=0.05), tokens()
+    built(x)
+    assert not built.sums.any()
+    assert not built.loss_sums.any()
+    built.is_recorded = True
+    recompute(built, x.requires_grad_())[1].sum().backward()
+    with uncounted():
+        built(x)
+    with torch.no_grad():
+        built.eval()(x)
+    z = x.detach() @ built.weight.detach().t()
+    chosen = torch.zeros_like(z).scatter_(-1, z.topk(TOPK).indices, 1.0)
+    assert torch.equal(built.sums, chosen.sum((0, 1)))
+    balance = EXPERTS / (TOPK * LENGTH**2) * (chosen.sum(1) * z.softmax(-1).sum(1)).sum()
+    squares = z.logsumexp(-1).square().sum() / LENGTH
+    torch.testing.assert_close(built.loss_sums, torch.stack([balance, squares]))

@@ -1,8 +1,9 @@
 """Records for the tests of the monitor."""
 
+from pathlib import Path
 from typing import Any
 
-from pipemega.monitor import EpochRecord, EvalRecord, StepRecord, TimelineRecord
+from pipemega.monitor import EpochRecord, EvalRecord, PictureRecord, StepRecord, TimelineRecord
 
 
 def step_record(step: int = 1, **changes: Any) -> StepRecord:
@@ -61,3 +62,8 @@ def timeline_record(**changes: Any) -> TimelineRecord:
         "waited": (0.01, 0.02),
     }
     return TimelineRecord(**(fields | changes))
+
+
+def picture_record(picture: Path) -> PictureRecord:
+    """The picture of the loads of experts."""
+    return PictureRecord(step=20, consumed_samples=640, picture_name="moe/loads", picture=picture)

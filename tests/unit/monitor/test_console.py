@@ -64,6 +64,18 @@ def test_numbers_that_are_computed_on_request_follow_the_gradient_norm():
     assert (scalars["train/num_zeros"], scalars["train/params_norm"]) == (3, 2.5)
 
 
+def test_the_line_of_a_step_names_the_layer_with_the_largest_load_of_an_expert():
+    extra = {
+        "moe/load/layer_2": 1.25, "moe/load/layer_13": 1.3201, "moe/max_load": 1.3201,
+        "moe/balance_loss": 1.04, "moe/balance_loss/layer_2": 1.0,
+    }  # fmt: skip
+    line = step_line(step_record(extra=extra))
+    assert " 1.2500 | expert load 1.32 | in layer 13 | balance loss 1.0400 | tokens/s " in line
+    assert " | z-loss 9.2000 | " in step_line(step_record(extra=extra | {"moe/z_loss": 9.2}))
+    assert parse_line(line)["in layer"] == "13"
+    assert step_record(extra=extra).scalars()["moe/load/layer_2"] == 1.25
+
+
 FULL = step_record(
     20,
     loss=6.12345,

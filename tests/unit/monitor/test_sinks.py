@@ -28,6 +28,7 @@ from pipemega.monitor import (
 from tests.unit.monitor.sample_records import (
     epoch_record,
     eval_record,
+    picture_record,
     step_record,
     timeline_record,
 )
@@ -190,6 +191,24 @@ def test_a_timeline_is_one_line_of_json_with_the_numbers_of_each_rank(tmp_path):
     sink.close()
     (row,) = rows(tmp_path / "metrics.jsonl")
     assert (row["kind"], row["step"], row["busy"]) == ("timeline", 10, [0.2, 0.15])
+    assert row["picture"] == str(tmp_path / "a.png")
+
+
+def test_a_picture_is_one_line_of_json_and_an_image_of_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    image = pytest.importorskip("matplotlib.image")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    image.imsave(tmp_path / "a.png", [[0.0, 1.0]])
+    sinks = [TensorboardSink(tmp_path / "events"), JsonLinesSink(tmp_path / "metrics.jsonl")]
+    for sink in sinks:
+        sink.open()
+        sink.write(picture_record(tmp_path / "a.png"))
+        sink.close()
+    (shown,) = EventAccumulator(str(tmp_path / "events")).Reload().Images("moe/loads")
+    assert shown.step == 640
+    (row,) = rows(tmp_path / "metrics.jsonl")
+    assert (row["kind"], row["step"]) == ("picture", 20)
     assert row["picture"] == str(tmp_path / "a.png")
 
 

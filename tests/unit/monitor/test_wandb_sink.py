@@ -21,7 +21,12 @@ from pipemega.monitor import (
     WandbSink,
 )
 from tests.ranks.training import long_runs
-from tests.unit.monitor.sample_records import eval_record, step_record, timeline_record
+from tests.unit.monitor.sample_records import (
+    eval_record,
+    picture_record,
+    step_record,
+    timeline_record,
+)
 
 LOGGER = logging.getLogger("pipemega.test_monitor")
 
@@ -109,7 +114,7 @@ def test_a_point_has_its_axes_and_grouped_names(tmp_path):
     assert "train/loss_scale" not in step
     assert evaluation["eval/loss"] == 0.0
     axes = dict.fromkeys(["step", "consumed_samples", "consumed_tokens"])
-    groups = ("train", "epoch", "eval", "test", "perf", "memory", "event")
+    groups = ("train", "epoch", "eval", "test", "perf", "memory", "moe", "event")
     assert wandb.metrics == axes | {f"{group}/*": "consumed_samples" for group in groups}
     assert wandb.points == sorted(set(wandb.points)), "wandb drops points that do not increase"
     assert wandb.finished
@@ -125,6 +130,16 @@ def test_a_timeline_is_logged_with_its_picture(tmp_path):
     assert drawn["perf/pipeline_bubble"] == 0.125
     assert (drawn["step"], drawn["consumed_samples"]) == (10, 320)
     assert "perf/timeline" not in plain
+
+
+def test_a_picture_of_the_steps_so_far_is_an_image(tmp_path):
+    wandb = FakeWandb()
+    made = sink(tmp_path, wandb)
+    made.write(picture_record(tmp_path / "a.png"))
+    (point,) = wandb.logged
+    assert point == {
+        "moe/loads": ("image", str(tmp_path / "a.png")), "step": 20, "consumed_samples": 640,
+    }  # fmt: skip
 
 
 def test_with_deepspeeds_names_the_metrics_are_those_of_deepspeed(tmp_path):
