@@ -227,7 +227,7 @@ class _Work:
         per_block = 6 if model.recompute == "full" else 4
         size = 2 * self._report.batch.micro_batch_size * model.seq_length * model.hidden_size
         with_experts = _expert_blocks(self._report, self._rank)
-        moved = 2 * size * per_block * len(_blocks(self._report, self._rank))
+        moved: float = 2 * size * per_block * len(_blocks(self._report, self._rank))
         if self._topology.expert > 1:
             # In place of an all-reduce of the tokens, gathers of their copies; see `Dispatch`.
             moved += (2 * model.moe_router_topk - 1) * size * per_block / 2 * with_experts
