@@ -350,27 +350,77 @@ def grouped_linear(
     Shape:
         x [rows, in]  ->  [rows, out]
     """
-    sizes = list(sizes)
+    sizes, x = list(sizes), _as_autocast(x)
     ends = _group_ends(x, weight, sizes)
-
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        matrices = weight if transposed else weight.transpose(-2, -1)
-        if ends is not None:
-            return F.grouped_mm(x, matrices, offs=ends)
-        pairs = zip(torch.split(x, sizes), matrices.unbind(), strict=True)
-        return torch.cat([group.mm(matrix) for group, matrix in pairs])
-
-    def gradient(x: Tensor, dy: Tensor) -> Tensor:
-        if ends is not None:
-            a, b = (x, dy) if transposed else (dy, x)
-            return F.grouped_mm(a.t(), b, offs=ends)
-        pairs = zip(torch.split(x, sizes), torch.split(dy, sizes), strict=True)
-        return torch.stack([a.t().mm(b) if transposed else b.t().mm(a) for a, b in pairs])
-
+    grouped: Callable[[Tensor, Tensor], Tensor] = partial(
+        _grouped_products, sizes=sizes, transposed=transposed, ends=ends
+    )
     if queue is None or not _can_defer(weight, queue):
-        return product(x, weight)
+        return grouped(x, _as_autocast(weight))
     detached = weight.detach()
-    return _defer(x, weight, lambda x: product(x, detached), gradient, queue)
+    gradient = partial(_grouped_gradient, sizes=sizes, transposed=transposed, ends=ends)
+    return _defer(x, weight, lambda x: grouped(x, _as_autocast(detached)), gradient, queue)
+
+
+def _grouped_products(
+    x: Tensor, weight: Tensor, sizes: list[int], transposed: bool, ends: Tensor | None
+) -> Tensor:
+    matrices = weight if transposed else weight.transpose(-2, -1)
+    if ends is not None:
+        return F.grouped_mm(x, matrices, offs=ends)
+    if keeping.get() == "off":
+        products: Tensor = _GroupedProducts.apply(x, weight, sizes, transposed)  # type: ignore[no-untyped-call]
+        return products
+    # A recomputation that keeps products must see their results.
+    pairs = zip(torch.split(x, sizes), matrices.unbind(), strict=True)
+    return torch.cat([group.mm(matrix) for group, matrix in pairs])
+
+
+class _GroupedProducts(torch.autograd.Function):
+    """Products that are written to their place in one result, in forward and in backward.
+
+    Autograd would join the results of a product each by a copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: list[int], transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sizes, ctx.transposed = sizes, transposed
+        return _multiplied(x, weight if transposed else weight.transpose(-2, -1), sizes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (dy,), (x, weight) = gradients, ctx.saved_tensors
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            dx = _multiplied(dy, weight.transpose(-2, -1) if ctx.transposed else weight, ctx.sizes)
+        if ctx.needs_input_grad[1]:
+            dweight = _grouped_gradient(x, dy, ctx.sizes, ctx.transposed, None)
+        return dx, dweight, None, None
+
+
+def _multiplied(rows: Tensor, matrices: Tensor, sizes: list[int]) -> Tensor:
+    """Return the products of groups of rows with a matrix each [groups, in, out]."""
+    result = rows.new_empty(len(rows), matrices.shape[-1])
+    groups = zip(torch.split(rows, sizes), matrices, torch.split(result, sizes), strict=True)
+    for group, matrix, place in groups:
+        torch.mm(group, matrix, out=place)
+    return result
+
+
+def _grouped_gradient(
+    x: Tensor, dy: Tensor, sizes: list[int], transposed: bool, ends: Tensor | None
+) -> Tensor:
+    a, b = (x, dy) if transposed else (dy, x)
+    if ends is not None:
+        return F.grouped_mm(a.t(), b, offs=ends)
+    result = a.new_empty(len(sizes), a.shape[1], b.shape[1])
+    for rows, columns, place in zip(
+        torch.split(a, sizes), torch.split(b, sizes), result, strict=True
+    ):
+        torch.mm(rows.t(), columns, out=place)
+    return result
 
 
 def _group_ends(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor | None:

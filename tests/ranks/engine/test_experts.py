@@ -80,7 +80,9 @@ CHOICES: dict[str, dict[str, Any]] = {
     "partial step": {"training": {"epochs": 3}},
     "post-validated": {"pipeline": {"optimizer_sync": "post_validate"}, "gradient_clipping": 0.05},
 }
-TOLERANCE = 1e-10
+# Measured on all meshes: gradients 9e-14, losses and norms 4e-16, parameters 6e-13: AdamW makes
+# large steps of small gradients.
+GRADIENTS, SUMS, TOLERANCE = 1e-12, 1e-13, 1e-10
 
 
 def config_of(mesh: Mesh, choice: str, schedule: str = "1f1b") -> dict[str, Any]:
@@ -124,10 +126,10 @@ def oracle(pool: RankPool) -> Any:
 
 def assert_like_the_oracle(got: Any, want: Any) -> None:
     for key in ("loss", "norm"):
-        assert got[key] == pytest.approx(want[key], rel=TOLERANCE), key
-    assert got["eval"] == pytest.approx(want["eval"], rel=TOLERANCE)
+        assert got[key] == pytest.approx(want[key], rel=SUMS), key
+    assert got["eval"] == pytest.approx(want["eval"], rel=SUMS)
     for mine, theirs in zip(got["gradients"], want["gradients"], strict=True):
-        assert largest_difference(mine, theirs) < TOLERANCE
+        assert largest_difference(mine, theirs) < GRADIENTS
     assert largest_difference(got["parameters"], want["parameters"]) < TOLERANCE
 
 
