@@ -16,8 +16,9 @@ FUSED = [
     "llama", "llama-tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-moe", "gemma3", "olmo2",
     "gpt-neox", "phi3", "glm4", "deepseek-v2", "deepseek-v3", "gpt-oss", "gpt2", "gptj", "bloom",
     "falcon", "falcon-7b", "falcon-alibi", "opt", "mt5", "t5", "t5-untied", "whisper", "electra",
+    "qwen2-moe", "olmoe", "phimoe",
 ]  # fmt: skip
-WITH_LOGITS = ["gemma2", "cohere", "bert", "roberta", "vit"]
+WITH_LOGITS = ["gemma2", "cohere", "bert", "roberta", "vit", "granitemoe"]
 
 
 def returns_head(config: Any) -> bool:
