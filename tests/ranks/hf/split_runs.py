@@ -14,6 +14,7 @@ from pipemega.hf.tasks import model_class_of
 from pipemega.hf.weights.safetensors_files import is_transposed
 from pipemega.hf_check.split_run import KeepFloat64
 from pipemega.parameters import shard_of
+from pipemega.training import generate
 from tests.ranks.hf import tiny_models
 
 
@@ -106,6 +107,18 @@ def one_step(
 def one_step_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return `one_step` with keyword arguments."""
     return one_step(**arguments)
+
+
+def generated(family: str, mesh: tuple[int, ...]) -> list[int]:
+    """Return the tokens that a model chooses after three others, without a step of training."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        net = module_of(tiny_models.config_of(family))
+        engine, *_ = pipemega.initialize(net, engine_config(mesh, "1f1b", {}))
+        sizes = {"seq_length": tiny_models.LENGTH, "vocab_size": tiny_models.VOCAB}
+        return generate(engine, [9, 5, 7], 12, temperature=1.0, seed=4, **sizes)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def initial_values(family: str, mesh: tuple[int, ...]) -> dict[str, Any]:

@@ -95,6 +95,12 @@ def test_expert_ranks_have_the_gradients_of_the_unsplit_model(
     check(pool, family, mesh, schedule, keys=keys if mesh[0] > 1 else {})
 
 
+def test_expert_ranks_generate_the_tokens_of_one_process(pool: RankPool) -> None:
+    (want,) = pool.run(1, split_runs.generated, "mixtral", (1, 1))
+    assert len(set(want)) > 4
+    assert pool.run(4, split_runs.generated, "mixtral", (1, 2, 2, 2)) == [want] * 4
+
+
 LOSSES = (0.3, 0.05)
 
 
