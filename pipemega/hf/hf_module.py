@@ -242,15 +242,13 @@ def from_pretrained(
     if pretrained:
         assert folder is not None
         source = SafetensorsSource(folder, description.config, description.class_name)
-    losses = None
-    if moe_aux_loss_coeff or moe_z_loss_coeff:
-        if loss_fn is not None:
-            raise ConfigError(
-                "moe_aux_loss_coeff and moe_z_loss_coeff need the loss of the task: its weights "
-                "are those of the auxiliary losses; leave loss_fn out, or set them to 0",
-                on_every_rank=True,
-            )
-        losses = auxiliary_losses(description, moe_aux_loss_coeff, moe_z_loss_coeff)
+    losses = auxiliary_losses(description, moe_aux_loss_coeff, moe_z_loss_coeff)
+    if losses is not None and loss_fn is not None:
+        raise ConfigError(
+            "moe_aux_loss_coeff and moe_z_loss_coeff need the loss of the task, whose weights they "
+            "have: leave loss_fn out, or set them to 0",
+            on_every_rank=True,
+        )
     return HFPipelineModule(description, source, folder, loss_fn, losses)
 
 

@@ -94,12 +94,18 @@ def check_expert_ranks(layers: list[nn.Module], config: Any, ranks: int) -> None
     )
 
 
-def auxiliary_losses(description: Any, aux_loss_coeff: float, z_loss_coeff: float) -> RouterConfig:
-    """Return the auxiliary losses of a `ModelDescription`; numbers of experts are 0.
+def auxiliary_losses(
+    description: Any, aux_loss_coeff: float, z_loss_coeff: float
+) -> RouterConfig | None:
+    """Return the auxiliary losses of a `ModelDescription`, whose numbers of experts are 0.
+
+    None: both coefficients are 0.
 
     Raises:
         ConfigError: the routers of the family are not known.
     """
+    if not (aux_loss_coeff or z_loss_coeff):
+        return None
     family = description.config.model_type
     if family not in SCORE_FUNCTIONS:
         raise ConfigError(

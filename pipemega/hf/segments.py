@@ -454,16 +454,7 @@ def build_layer(
     # All layers get their own copy of what only the first one has; the copies are tied.
     layer = copy.deepcopy(d.layers[first if family.shared else index])
     styles = styles_of(d.config)
-    if axis.size > 1:
-        check_tensor_ranks(d.config, axis.size, d.sequence_parallel)
-    if expert.size > 1:
-        check_expert_ranks(d.layers, d.config, expert.size)
-    is_first = index == axis.rank == expert.rank == 0
-    if axis.size * expert.size > 1 and is_first and not is_compared(d.config, expert.size > 1):
-        get_logger().warning(
-            f"{d.class_name} is sharded by the plan of transformers, and no gradients were "
-            f"compared with the unsplit model: run `pipemega hf check` before training"
-        )
+    _check_ranks(d, axis, expert, warns=index == axis.rank == expert.rank == 0)
     regions = ActivationRegions(
         axis, d.sequence_parallel and axis.size > 1, bool(styles) and has_dropout(d.config)
     )
@@ -493,6 +484,19 @@ def build_layer(
         names |= {name: f"{d.places[first][1]}.{name}" for name in family.shared}
         set_first_values(layer, source, lambda: _model_with_layer(d, index), names)
     return layer
+
+
+def _check_ranks(d: ModelDescription, axis: Axis, expert: Axis, *, warns: bool) -> None:
+    """Check that the layers can be sharded; warn about a family that was not compared."""
+    if axis.size > 1:
+        check_tensor_ranks(d.config, axis.size, d.sequence_parallel)
+    if expert.size > 1:
+        check_expert_ranks(d.layers, d.config, expert.size)
+    if warns and axis.size * expert.size > 1 and not is_compared(d.config, expert.size > 1):
+        get_logger().warning(
+            f"{d.class_name} is sharded by the plan of transformers, and no gradients were "
+            f"compared with the unsplit model: run `pipemega hf check` before training"
+        )
 
 
 @cache

@@ -277,6 +277,6 @@ def exchanged_bytes(report: Report, rank: int) -> int:
     exchanges = 6 if model.recompute == "full" else 4
     values = report.batch.micro_batch_size * model.seq_length * model.moe_router_topk
     values *= model.hidden_size // topology.tensor
-    size = 2 if config.compute_dtype in ("float16", "bfloat16") else 4
+    size = 4 if config.compute_dtype is None else 2
     each = values * size * (ranks - 1) // ranks
     return report.batch.num_microbatches * exchanges * each * _expert_blocks(report, rank)
