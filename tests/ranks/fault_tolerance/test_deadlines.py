@@ -101,12 +101,12 @@ CASES = [
     # In the all-reduce of activations within a layer.
     (2, TENSOR, "a layer", "train_batch", r"of a layer sharded over tensor over ranks 0, 1"),
     # In user code, while the other ranks wait in the next step.
-    (2, TENSOR, "the optimizer", "train_batch", r"over all ranks 0, 1 in engine\.batch_reader\."),
+    (2, TENSOR, "the optimizer", "train_batch", r"over all ranks 0, 1 in engine\.run\.batch_reader\."),
     (2, TIED, "the script", "save_checkpoint", r"over all ranks 0, 1 in checkpoint\.\w+\.\w+"),
 ]
 MORE_CASES = [
-    (2, DATA, "the script", "train_batch", r"over all ranks 0, 1 in engine\.batch_reader\."),
-    (2, DATA, "the script", "eval_batch", r"over all ranks 0, 1 in engine\.batch_reader\."),
+    (2, DATA, "the script", "train_batch", r"over all ranks 0, 1 in engine\.run\.batch_reader\."),
+    (2, DATA, "the script", "eval_batch", r"over all ranks 0, 1 in engine\.run\.batch_reader\."),
     (2, TIED, "the script", "load_checkpoint", r"over all ranks 0, 1 in checkpoint\.\w+\.\w+"),
     (4, {"mesh": {"data": 2, "tensor": 2}}, "a layer", "train_batch", r"sharded over tensor"),
     (
@@ -114,7 +114,7 @@ MORE_CASES = [
         {"mesh": {"pipeline": 4}, "pipeline": {"partition": CUT_IN_4}},
         "the optimizer",
         "train_batch",
-        r"over all ranks 0, 1, 2, 3 in engine\.batch_reader\.",
+        r"over all ranks 0, 1, 2, 3 in engine\.run\.batch_reader\.",
     ),
 ]
 
