@@ -101,7 +101,13 @@ CASES = [
     # In the all-reduce of activations within a layer.
     (2, TENSOR, "a layer", "train_batch", r"of a layer sharded over tensor over ranks 0, 1"),
     # In user code, while the other ranks wait in the next step.
-    (2, TENSOR, "the optimizer", "train_batch", r"over all ranks 0, 1 in engine\.run\.batch_reader\."),
+    (
+        2,
+        TENSOR,
+        "the optimizer",
+        "train_batch",
+        r"over all ranks 0, 1 in engine\.run\.batch_reader\.",
+    ),
     (2, TIED, "the script", "save_checkpoint", r"over all ranks 0, 1 in checkpoint\.\w+\.\w+"),
 ]
 MORE_CASES = [

@@ -327,9 +327,9 @@ def test_a_config_that_only_rank_1_cannot_read_is_reported_by_rank_1(scripts: Sc
 
 # The abort of a communicator that never returns.
 STUCK_ABORT = (
-    "from pipemega.distributed import abort; abort.ABORT_SECONDS = 0.5; "
+    "from pipemega.distributed import process_groups as groups; groups.ABORT_SECONDS = 0.5; "
     'stuck = lambda self: print("stuck abort", file=sys.stderr, flush=True) or time.sleep(600); '
-    'abort._backends = lambda: [type("Stuck", (), {"abort": stuck})()]'
+    'groups._backends = lambda: [type("Stuck", (), {"abort": stuck})()]'
 )
 
 
