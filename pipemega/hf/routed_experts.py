@@ -21,7 +21,7 @@ from pipemega.errors import ConfigError, PipelineError
 from pipemega.hf.families import SCORE_FUNCTIONS, divided_experts
 from pipemega.hf.placeholders import import_transformers
 from pipemega.moe.dispatch import Dispatch
-from pipemega.moe.router import RouterConfig, with_auxiliary_losses
+from pipemega.moe.router import ExpertLoads, RouterConfig, with_auxiliary_losses
 from pipemega.parameters import attach_shard, shard_of
 from pipemega.pipeline.model.recompute import remembered
 from pipemega.pipeline.split_backward import grouped_linear
@@ -122,21 +122,26 @@ def auxiliary_losses(
     )
 
 
-def add_auxiliary_losses(layer: nn.Module, config: Any, losses: RouterConfig | None) -> None:
-    """Let the backward of each router in `layer` start from its auxiliary losses too.
+def watch_routers(layer: nn.Module, config: Any, losses: RouterConfig | None) -> None:
+    """Count the tokens of the experts in `layer`, in the families of `SCORE_FUNCTIONS`.
 
     Args:
-        losses: see `auxiliary_losses`; None: there are none.
+        losses: see `auxiliary_losses`: the backward of each router starts from them too. None:
+            there are none.
     """
-    if losses is None:
+    if config.model_type not in SCORE_FUNCTIONS:
         return
     for name, experts in _experts_of(layer, config):
         block = layer.get_submodule(name.rpartition(".")[0])
         router: Any = getattr(block, "gate", None) or block.get_submodule("router")
-        of_layer = replace(losses, num_experts=experts.num_experts, topk=router.top_k)
-        shape: list[torch.Size] = []
-        block.register_forward_pre_hook(partial(_keep_shape, shape))
-        router.register_forward_hook(partial(_add_losses, of_layer, shape))
+        of_family = losses or RouterConfig(num_experts=0, topk=0)
+        of_layer = replace(of_family, num_experts=experts.num_experts, topk=router.top_k)
+        experts.loads = loads = ExpertLoads(of_layer)
+        experts.used_share = router.top_k, experts.num_experts
+        if losses is not None:
+            shape: list[torch.Size] = []
+            block.register_forward_pre_hook(partial(_keep_shape, shape))
+            router.register_forward_hook(partial(_add_losses, loads, shape))
 
 
 def _keep_shape(shape: list[torch.Size], block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -144,14 +149,21 @@ def _keep_shape(shape: list[torch.Size], block: nn.Module, inputs: tuple[Tensor,
 
 
 def _add_losses(
-    config: RouterConfig, shape: list[torch.Size], router: nn.Module, _: Any, output: Any
+    loads: ExpertLoads, shape: list[torch.Size], router: nn.Module, _: Any, output: Any
 ) -> Any:
     logits, weights, index = output
     if router.training:
         # The losses are means over samples, and the logits are [tokens, experts].
         z = logits.to(torch.promote_types(logits.dtype, torch.float32)).view(*shape[0], -1)
-        weights = with_auxiliary_losses(weights, z, config)
+        weights = with_auxiliary_losses(weights, z, loads.config, record=loads.record)
     return logits, weights, index
+
+
+def _counted(experts: Any, index: Tensor) -> Tensor:
+    """Return the chosen experts, and count their tokens."""
+    if hasattr(experts, "loads"):
+        experts.loads.count(index)
+    return index
 
 
 def _experts_of(layer: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:
@@ -171,7 +183,7 @@ def experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor
     Raises:
         PipelineError: a recomputation chose other experts than the forward.
     """
-    first = remembered(lambda: index)
+    first = remembered(partial(_counted, experts, index))
     if first is not index and not torch.equal(first, index):
         raise PipelineError(
             f"{type(experts).__name__}: the recomputation chose other experts than the forward for "

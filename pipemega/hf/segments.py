@@ -34,7 +34,7 @@ from pipemega.hf.placeholders import (
     set_module,
     zeros_on_cpu,
 )
-from pipemega.hf.routed_experts import add_auxiliary_losses, check_expert_ranks, enable_deferral
+from pipemega.hf.routed_experts import check_expert_ranks, enable_deferral, watch_routers
 from pipemega.hf.sharding import (
     ShardedHead,
     Sharding,
@@ -443,7 +443,7 @@ def build_layer(
 
     Args:
         axis, expert: the tensor axis and the expert axis.
-        losses: see `add_auxiliary_losses`.
+        losses: see `watch_routers`.
 
     Raises:
         ConfigError: the layer cannot be sharded over the tensor or expert ranks.
@@ -460,7 +460,7 @@ def build_layer(
     )
     layer = shard_layer(layer, Sharding(styles, family, d.config, axis, expert, regions))
     enable_deferral(layer)
-    add_auxiliary_losses(layer, d.config, losses)
+    watch_routers(layer, d.config, losses)
     keep_in_fp32(layer, d.model, path)
     vars(layer).update(
         _arguments=arguments,

@@ -65,7 +65,7 @@ class CountedModel:
     ) -> None:
         self.net, self.device = net, device
         self._config, self._sample, self._topology = config, sample, topology
-        precision, rates = precision_of(config), rates_for(config.compute_dtype)
+        precision, rates = precision_of(config), rates_for(config.compute_dtype, topology)
         loss = reduced_loss(config, net.build_loss(self._mesh(0).tensor))
         if loss is None:
             raise ConfigError(

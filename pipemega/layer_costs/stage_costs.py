@@ -79,6 +79,8 @@ class StageCosts:
             `pipeline.activation_offload`.
         kinds: the time without fp8 by kind of kernel.
         seconds_without_fp8: seconds of F, I and W if products in fp8 were in bf16.
+        exchanged: bytes that a rank sends to the others of the expert axis, if all experts get
+            equally many tokens.
     """
 
     input: int
@@ -98,6 +100,7 @@ class StageCosts:
     moved: int = 0
     kinds: Mapping[KernelKind, float] = field(default_factory=dict, compare=False)
     seconds_without_fp8: float = 0.0
+    exchanged: int = 0
 
 
 @dataclass(frozen=True)
@@ -235,6 +238,7 @@ class _StageRun:
             moved=sum(self._moved.values()),
             kinds=dict(meter.kinds),
             seconds_without_fp8=meter.seconds_without_fp8,
+            exchanged=meter.exchanged,
         )
         return costs, header
 
@@ -318,7 +322,7 @@ class ModelTotals(NamedTuple):
 
     Args:
         forward: seconds of F, by the fixed table of rates.
-        seconds: seconds of F, I and W without fp8, by the same table.
+        seconds: seconds of the kernels of F, I and W without fp8, by the same table.
         flops, kernels: FLOPs and number of kernels of F, I and W.
     """
 
@@ -392,7 +396,10 @@ class StageCounts:
         """The sums over all layers."""
         return ModelTotals(
             math.fsum(layer.seconds[0] for layer in self._layers),
-            math.fsum(layer.seconds_without_fp8 for layer in self._layers),
+            math.fsum(
+                layer.seconds_without_fp8 - layer.kinds.get("exchanges", 0.0)
+                for layer in self._layers
+            ),
             math.fsum(sum(layer.flops) for layer in self._layers),
             sum(sum(layer.kernels) for layer in self._layers),
         )

@@ -37,7 +37,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import FunctionType, NoneType
 from typing import Any, Final, Literal, NamedTuple
@@ -53,6 +53,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from pipemega.distributed.topology import Topology
 from pipemega.optimizer.optimizers import without_dynamo
 from pipemega.tensor_parallel.layers import LinearProducts
 
@@ -158,7 +159,10 @@ class _FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
 
-KernelKind = Literal["products", "attention", "others"]
+KernelKind = Literal["products", "attention", "others", "exchanges"]
+
+# Bytes/s between GPUs of a node (NVLink), and of several nodes (400 Gbit/s for each GPU).
+NVLINK, NETWORK, GPUS_PER_NODE = 300e9, 40e9, 8
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,7 @@ class KernelRates:
         launch: seconds of a kernel without work.
         instruction: seconds of an F, I, W or B beyond its kernels and messages.
         messages: bytes/s at which ranks handle messages.
+        exchange: bytes/s that a rank sends to others in an all-to-all.
     """
 
     products: float
@@ -182,9 +187,10 @@ class KernelRates:
     launch: float
     instruction: float
     messages: float
+    exchange: float
 
     def seconds(self, func: Any, flops: float, size: float) -> float:
-        """Return the seconds of operation `func` with `flops` that moves `size` bytes."""
+        """Return the seconds of kernel `func` with `flops` that moves `size` bytes."""
         rate = self.attention if "attention" in func._schema.name else self.products
         streams = func._overloadpacket in _STREAMS
         return max(flops / rate, size / (self.streams if streams else self.bandwidth)) + self.launch
@@ -202,6 +208,7 @@ _FULL: Final = KernelRates(
     launch=4e-6,
     instruction=3e-4,
     messages=1e9,
+    exchange=1e9,
 )
 # What kernels of an H100 reach in bf16: about half of its FLOP/s, 3/4 of its bandwidth.
 _HALF: Final = KernelRates(
@@ -212,14 +219,20 @@ _HALF: Final = KernelRates(
     launch=4e-6,
     instruction=5e-5,
     messages=1e11,
+    exchange=NVLINK,
 )
 
 
-def rates_for(dtype: str | None) -> KernelRates:
+def rates_for(dtype: str | None, topology: Topology) -> KernelRates:
     """Return the rates of a run that computes in `dtype`: "fp16", "bf16", or others."""
-    return _HALF if dtype in ("float16", "bfloat16") else _FULL
+    if dtype not in ("float16", "bfloat16"):
+        return _FULL
+    is_near = topology.tensor * topology.expert <= GPUS_PER_NODE
+    return _HALF if is_near else replace(_HALF, exchange=NETWORK)
 
 
+# The exchange of tokens between the ranks of experts.
+_EXCHANGE: Final = torch.ops._c10d_functional.all_to_all_single
 # They allocate memory or change its description, and run no kernel.
 _NO_KERNEL = frozenset(
     (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
@@ -458,8 +471,10 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0.0
         self.kernels = 0
         """Number of operations that run a kernel: all but views."""
+        self.exchanged = 0
+        """Bytes that a rank sends to others in exchanges of even parts."""
         self.seconds = 0.0
-        """Time of all kernels by `rates`."""
+        """Time of all kernels and exchanges by `rates`."""
         self.kinds: dict[KernelKind, float] = defaultdict(float)
         """The time without fp8 by kind of kernel."""
         self.seconds_without_fp8 = 0.0
@@ -497,7 +512,9 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kernels += not func.is_view
         flops = operation_flops(func, args, kwargs, result)
         self.flops += flops
-        if self._rates is not None and runs_kernel(func):
+        if func._overloadpacket is _EXCHANGE:
+            self._count_exchange(*args)
+        elif self._rates is not None and runs_kernel(func):
             size, part = bytes_moved(func, args, kwargs, result), _fp8_part.get()
             without_fp8 = seconds = self._rates.seconds(func, flops, size)
             if part == "cast":
@@ -508,6 +525,15 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.seconds_without_fp8 += without_fp8
             kind: KernelKind = "products" if flops else "others"
             self.kinds["attention" if "attention" in func._schema.name else kind] += without_fp8
+
+    def _count_exchange(self, rows: Tensor, _: Any, sent: Sequence[int], *__: Any) -> None:
+        exchanged = rows.nbytes * (len(sent) - 1) // len(sent)
+        self.exchanged += exchanged
+        if self._rates is not None:
+            seconds = exchanged / self._rates.exchange
+            self.seconds += seconds
+            self.seconds_without_fp8 += seconds
+            self.kinds["exchanges"] += seconds
 
     def _track(self, storage: torch.UntypedStorage, counted: bool) -> None:
         key, size = storage._cdata, storage.nbytes() if counted else 0

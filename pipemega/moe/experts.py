@@ -114,10 +114,15 @@ class Experts(nn.Module):
         bias: add biases.
         expert, tensor: axes of the mesh.
 
+    Attributes:
+        used_share: (experts of a token, all experts); see `count_used_parameters`.
+
     Shape:
         rows [m, hidden], sorted by expert  ->  [m, hidden]: with several tensor ranks a part of the
         sum, without the bias
     """
+
+    used_share: tuple[int, int]
 
     def __init__(
         self,
@@ -184,6 +189,7 @@ class MixtureOfExperts(nn.Module):
         self._expert, self._tensor = expert, tensor
         self._sequence_parallel = sequence_parallel and tensor.size > 1
         self.router, self.experts = router, experts
+        self.experts.used_share = router.config.topk, router.config.num_experts
         self.shared, self.shared_gate = shared, shared_gate
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> Tensor:

@@ -79,7 +79,50 @@ class Routing(NamedTuple):
     weights: Tensor
 
 
-class Router(nn.Module, DeferredStatistics):
+class ExpertLoads(nn.Module, DeferredStatistics):
+    """The load of experts in the current step, and the auxiliary losses of their router.
+
+    Attributes:
+        sums: tokens of each expert, if there is a bias or `is_recorded`: [E] fp64.
+        loss_sums: the losses without their coefficients, as sums over the samples, if
+            `is_recorded`: [balance loss, z-loss] fp64; 0: has no coefficient.
+        is_recorded: whether loads and losses are recorded.
+    """
+
+    step_buffers = ("sums", "loss_sums")
+
+    loss_sums: Tensor
+    is_recorded = False
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__()
+        self.config, self.updates_statistics = config, config.expert_bias
+        sums, losses = (torch.zeros(n, dtype=torch.float64) for n in (config.num_experts, 2))
+        self.register_buffer("sums", sums, persistent=False)
+        self.register_buffer("loss_sums", losses, persistent=False)
+
+    def count(self, experts: Tensor, counted: Tensor | None = None) -> None:
+        """Count the tokens of each expert.
+
+        Args:
+            experts: the chosen experts: [..., K].
+            counted: whether a token counts: [...]; None: all count.
+        """
+        is_used = self.updates_statistics or self.is_recorded
+        if self.training and is_used and self.counts():
+            # Integers in fp64: exact, whatever their order.
+            ones = torch.ones_like(experts, dtype=torch.float64)
+            if counted is not None:
+                ones *= counted.unsqueeze(-1)
+            self.sums.scatter_add_(0, experts.flatten(), ones.flatten())
+
+    def record(self, place: int, loss: Tensor) -> None:
+        """Add a loss to `loss_sums`."""
+        if self.is_recorded and self.counts():
+            self.loss_sums[place] += loss.detach()
+
+
+class Router(ExpertLoads):
     """Chooses the experts of tokens; every tensor rank computes the same from all tokens.
 
     Args:
@@ -88,11 +131,6 @@ class Router(nn.Module, DeferredStatistics):
 
     Attributes:
         expert_bias: b, [E] fp32; None: there is none.
-        sums: tokens of each expert in the current step, if there is a bias or `is_recorded`:
-            [E] fp64.
-        loss_sums: the auxiliary losses without their coefficients, as sums over the samples of the
-            current step, if `is_recorded`: [balance loss, z-loss] fp64; 0: has no coefficient.
-        is_recorded: whether the loads of the experts and the auxiliary losses are recorded.
 
     Shape:
         x [batch, sequence, hidden]; counted [batch, sequence], None for all tokens
@@ -101,22 +139,14 @@ class Router(nn.Module, DeferredStatistics):
     Source: see the module.
     """
 
-    step_buffers = ("sums", "loss_sums")
-
     expert_bias: Tensor | None
-    loss_sums: Tensor
-    is_recorded = False
 
     def __init__(self, config: RouterConfig, hidden_size: int, init_method: InitMethod) -> None:
-        super().__init__()
-        self.config, experts = config, config.num_experts
-        shard = Shard((experts, hidden_size), init_method=init_method)
+        super().__init__(config)
+        shard = Shard((config.num_experts, hidden_size), init_method=init_method)
         self.weight = attach_shard(nn.Parameter(torch.full(shard.shape, torch.nan)), shard)
-        self.updates_statistics = config.expert_bias
-        bias = torch.zeros(experts, dtype=torch.float32) if config.expert_bias else None
+        bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
-        self.register_buffer("sums", torch.zeros(experts, dtype=torch.float64), persistent=False)
-        self.register_buffer("loss_sums", torch.zeros(2, dtype=torch.float64), persistent=False)
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> Routing:
         # Rounded scores would choose other experts.
@@ -125,7 +155,7 @@ class Router(nn.Module, DeferredStatistics):
         experts = remembered(lambda: self._choose(z, counted))
         weights = self._weights(z, experts)
         if self.training:
-            weights = with_auxiliary_losses(weights, z, self.config, counted, self._record)
+            weights = with_auxiliary_losses(weights, z, self.config, counted, self.record)
         return Routing(experts.flatten(0, 1), weights.flatten(0, 1))
 
     def _choose(self, z: Tensor, counted: Tensor | None) -> Tensor:
@@ -137,13 +167,7 @@ class Router(nn.Module, DeferredStatistics):
         if c.num_groups is not None and c.group_topk is not None:
             q = q.masked_fill(~_best_groups(q, c.num_groups, c.group_topk, c.topk), -torch.inf)
         experts = q.topk(c.topk, dim=-1).indices
-        is_used = self.updates_statistics or self.is_recorded
-        if self.training and is_used and self.counts():
-            # Integers in fp64: exact, whatever their order.
-            ones = torch.ones_like(experts, dtype=torch.float64)
-            if counted is not None:
-                ones *= counted.unsqueeze(-1)
-            self.sums.scatter_add_(0, experts.flatten(), ones.flatten())
+        self.count(experts, counted)
         return experts
 
     def _weights(self, z: Tensor, experts: Tensor) -> Tensor:
@@ -157,11 +181,6 @@ class Router(nn.Module, DeferredStatistics):
         else:
             weights = z.gather(-1, experts).softmax(-1)
         return weights if c.topk_scaling_factor is None else weights * c.topk_scaling_factor
-
-    def _record(self, place: int, loss: Tensor) -> None:
-        """Add a loss to `loss_sums`."""
-        if self.is_recorded and self.counts():
-            self.loss_sums[place] += loss.detach()
 
     @torch.no_grad()
     def update(self, sums: Tensor) -> None:

@@ -203,6 +203,14 @@ class Prediction:
         """The pipeline rank with that memory."""
         return [rank.total for rank in self.memory].index(self.peak)
 
+    @property
+    def exchanged(self) -> tuple[int, ...]:
+        """For each pipeline rank, the bytes of tokens that it sends to other ranks of experts."""
+        sent = [0] * self.plan.num_ranks
+        for stage, rank in zip(self.layout.costs, self.layout.rank_of_stage, strict=True):
+            sent[rank] += stage.exchanged * self.plan.num_microbatches
+        return tuple(sent)
+
     def fits(self, limit: int | None) -> bool | None:
         """Return whether each rank needs at most `limit` bytes; None without a limit."""
         return None if limit is None else self.peak <= limit

@@ -17,7 +17,7 @@ from pipemega.pipeline.visualize import Bars, Intro, Panel, Table, Verdict
 from pipemega.planning.advice import TriedChange
 from pipemega.planning.estimate import Report
 from pipemega.planning.prediction import CutReport, Prediction
-from pipemega.planning.throughput import Efficiency, efficiency, exchanged_bytes
+from pipemega.planning.throughput import Efficiency, efficiency
 from pipemega.printing import (
     percent,
     show_bytes,
@@ -226,8 +226,7 @@ def step_summary(report: Report) -> dict[str, str]:
     each = f" in each of {pipelines} pipelines" if pipelines > 1 else ""
     sent = show_bytes(prediction.message_bytes)
     lines["traffic"] = f"{prediction.messages:,} messages, {sent} per step{each}"
-    exchanged = max(exchanged_bytes(report, rank) for rank in range(report.topology.pipeline))
-    if exchanged:
+    if exchanged := max(prediction.exchanged):
         lines["experts"] = (
             f"a rank sends {show_bytes(exchanged)} of tokens per step to the others of "
             f"{report.topology.expert} expert ranks; times and memory assume that all experts get "
@@ -385,9 +384,7 @@ def as_json(report: Report, changes: Sequence[TriedChange]) -> dict[str, Any]:
         "stages": [vars(stage) for stage in report.stages],
         "cut": None if report.cut is None else _cut(report.cut),
         "nccl_communicators": report.communicators,
-        "exchanged_bytes": [
-            exchanged_bytes(report, rank) for rank in range(report.topology.pipeline)
-        ],
+        "exchanged_bytes": report.prediction.exchanged,
         "device": {"type": request.device, "memory": request.limit},
         "time_unit": "seconds" if request.rates.known else "mean forward of a rank",
         "outcome": _prediction(report.prediction, report),

@@ -10,7 +10,7 @@ from typing import Final
 
 from pipemega.config.sections.gpt_section import GPTSection
 from pipemega.layer_costs.counted_model import flops_per_token
-from pipemega.layer_costs.tensor_meter import KernelKind
+from pipemega.layer_costs.tensor_meter import GPUS_PER_NODE, NETWORK, NVLINK, KernelKind
 from pipemega.models.build_model import ModelContext
 from pipemega.monitor import peak_tflops
 from pipemega.optimizer.build_step import precision_of
@@ -23,8 +23,6 @@ _MEASURED: Final[dict[KernelKind, float]] = {"products": 0.69, "attention": 0.79
 _BANDWIDTH: Final = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "B200": 8.0e12}
 # Share of it that kernels reach, as measured.
 _REACHED = 0.6
-# Bytes/s between GPUs of a node (NVLink), and of several nodes (400 Gbit/s for each GPU).
-_NVLINK, _NETWORK, _GPUS_PER_NODE = 300e9, 40e9, 8
 _MULTIPROCESSORS = 132
 # Blocks of a waiting message on NCCL without a bound, and the share of a step in which one waits.
 _MOST_BLOCKS, _WAITING = 32, 0.5
@@ -145,6 +143,7 @@ class _Work:
             counted = sum(stage.seconds_without_fp8 - sum(stage.seconds) for stage in own)
             self._saved_by_fp8 = _MEASURED["products"] * slower["products"] * self._count * counted
         self._computing = sum(self._kernels.values())
+        self._exchanges = self._count * sum(stage.kinds.get("exchanges", 0.0) for stage in own)
         self._launched = sum(sum(stage.kernels) for stage in own)
 
     def parts(self) -> dict[str, float]:
@@ -158,7 +157,7 @@ class _Work:
             "launches of kernels": self._launches(),
             "multiprocessors of messages": self._messages(_MOST_BLOCKS),
             "tensor-parallel communication": self._tensor_parallel(),
-            "exchange of tokens": self._exchanges(),
+            "exchange of tokens": self._exchanges,
             "reduction of gradients": self._reduction(),
             "optimizer step": moved / self._bandwidth,
         }
@@ -231,16 +230,11 @@ class _Work:
         if self._topology.expert > 1:
             # In place of an all-reduce of the tokens, gathers of their copies; see `Dispatch`.
             moved += (2 * model.moe_router_topk - 1) * size * per_block / 2 * with_experts
-        return self._count * (ranks - 1) / ranks * moved / _NVLINK
-
-    def _exchanges(self) -> float:
-        topology = self._topology
-        is_near = topology.tensor * topology.expert <= _GPUS_PER_NODE
-        return exchanged_bytes(self._report, self._rank) / (_NVLINK if is_near else _NETWORK)
+        return self._count * (ranks - 1) / ranks * moved / NVLINK
 
     def _reduction(self) -> float:
         ranks = self._topology.data
-        link = _NVLINK if self._topology.world_size <= _GPUS_PER_NODE else _NETWORK
+        link = NVLINK if self._topology.world_size <= GPUS_PER_NODE else NETWORK
         return 2 * (ranks - 1) / ranks * self._footprint.gradients / link
 
 
@@ -262,21 +256,3 @@ def _expert_blocks(report: Report, rank: int) -> int:
     model = report.request.config.model
     assert isinstance(model, GPTSection)
     return sum(model.expert_layers[block] for block in _blocks(report, rank))
-
-
-def exchanged_bytes(report: Report, rank: int) -> int:
-    """Return the bytes that a rank sends to others of the expert axis in a step of a GPT.
-
-    As if all experts got equally many tokens.
-    """
-    config, topology = report.request.config, report.topology
-    model, ranks = config.model, topology.expert
-    if not isinstance(model, GPTSection) or report.request.model is not None or ranks == 1:
-        return 0
-    # Two in F and two in B, where full recomputation repeats the first two.
-    exchanges = 6 if model.recompute == "full" else 4
-    values = report.batch.micro_batch_size * model.seq_length * model.moe_router_topk
-    values *= model.hidden_size // topology.tensor
-    size = 4 if config.compute_dtype is None else 2
-    each = values * size * (ranks - 1) // ranks
-    return report.batch.num_microbatches * exchanges * each * _expert_blocks(report, rank)

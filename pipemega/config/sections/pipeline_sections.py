@@ -252,7 +252,8 @@ class PipelineSection(Section):
         "so the same config has the same stages everywhere. Exception: if the schedule is also "
         '`"auto"` and no `costs` are given, times are measured, and the stages can differ between '
         "machines. "
-        'Or a quantity that is divided evenly: `"parameters"` (same as `"best"`), `"uniform"` '
+        'Or a quantity that is divided evenly: `"parameters"` (same as `"best"`; of experts those '
+        'that a token uses), `"uniform"` '
         '(layers), `"profile"` (measured time), `"type:REGEX"` (layers whose class name matches). '
         "Or explicit bounds such as [0, 5, 9, 14].",
     )

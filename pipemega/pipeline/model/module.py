@@ -321,6 +321,24 @@ class PipelineModule:
             for layer in self.meta_layers
         ]
 
+    def count_used_parameters(self) -> list[int]:
+        """Return the elements of each unsharded layer that a token uses.
+
+        Of experts these are the `used_share` (chosen, all) of the module.
+        """
+        counts = []
+        for layer in self.meta_layers:
+            shares = {
+                parameter: module.used_share
+                for module in layer.modules()
+                if hasattr(module, "used_share")
+                for parameter in module.parameters()
+            }
+            used = (_elements(p) * part // whole for p, (part, whole) in shares.items())
+            others = (_elements(p) for p in layer.parameters() if p not in shares)
+            counts.append(sum(used) + sum(others))
+        return counts
+
     def num_parameters(self, *, trainable: bool = False) -> int:
         """Return the (trainable) elements of the unsharded model; tied copies count once."""
         elements: dict[Any, int] = {}

@@ -282,7 +282,7 @@ def stage_bounds(
         return tuple(partition.explicit(method, len(net), num_stages))
     splits = () if net.origin is None else net.origin.splits
     if method in ("parameters", "best"):
-        return tuple(partition.partition_at(net.count_parameters(), splits, num_stages))
+        return tuple(partition.partition_at(net.count_used_parameters(), splits, num_stages))
     if method == "uniform":
         if splits:
             return tuple(partition.partition_at([1] * len(net), splits, num_stages))
@@ -441,7 +441,7 @@ class _Cut:
         if isinstance(method, str) and method.startswith("type:"):
             pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
             return [int(pattern.search(name) is not None) for name in net.layer_names]
-        return net.count_parameters()
+        return net.count_used_parameters()
 
 
 def _rank_of_stage(config: Config, num_microbatches: int, num_layers: int) -> Sequence[int]:

@@ -1,6 +1,8 @@
 """Runs on the ranks of a pool: one step of a Hugging Face model on a mesh."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,8 +79,9 @@ def one_step(
     sequence_parallel: bool = False,
     keys: Mapping[str, Any] | None = None,
     losses: tuple[float, float] | None = None,
+    folder: str = "",
 ) -> dict[str, Any]:
-    """Return loss and gradients by HF's names.
+    """Return loss and gradients by HF's names, and what a run with `folder` records of experts.
 
     Args:
         changes: changes to the config of the family.
@@ -89,14 +92,20 @@ def one_step(
     try:
         config = tiny_models.config_of(family, attention, **(changes or {}))
         net = module_of(config, sequence_parallel, losses)
-        engine, *_ = pipemega.initialize(net, engine_config(mesh, schedule, keys or {}))
+        keys = dict(keys or {}) | ({"checkpoint": {"save": folder}} if folder else {})
+        engine, *_ = pipemega.initialize(net, engine_config(mesh, schedule, keys))
         before = {name: value.clone() for name, value in engine.parameter_state().items()}
         data = tiny_models.microbatches(tiny_models.batch_of(config, side))
         data = data[engine.mesh.data.rank :: engine.mesh.data.size]
         with KeepFloat64():
             loss = engine.train_batch(iter(data))
         after = engine.parameter_state()
+        engine.close()
+        file = Path(folder) / "metrics.jsonl"
+        lines = file.read_text().splitlines() if folder and engine.mesh.world.rank == 0 else ()
+        steps = [row for row in map(json.loads, lines) if row["kind"] == "train"]
         return {
+            "experts": {n: v for row in steps for n, v in row["extra"].items()},
             "loss": loss,
             "gradients": {net.hf_name(n): (before[n] - after[n]).numpy() for n in before},
         }

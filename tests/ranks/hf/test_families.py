@@ -7,6 +7,7 @@ ranks with a split backward; `pytest -m sweep` runs all families on all meshes a
 import math
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -122,13 +123,23 @@ def wanted_with_losses(family: str) -> dict[str, Any]:
     ids=str,
 )
 def test_auxiliary_losses_are_means_over_the_samples_of_the_step(
-    pool: RankPool, family: str, mesh: tuple[int, ...]
+    pool: RankPool, tmp_path: Path, family: str, mesh: tuple[int, ...]
 ) -> None:
     """Some labels are ignored, so the weight of a sample in the loss is not 1."""
     arguments = {"family": family, "mesh": mesh, "schedule": "1f1b", "losses": LOSSES}
+    arguments["folder"] = str(tmp_path)
     want = wanted_with_losses(family)
-    for got in pool.run(math.prod(mesh[:3]), split_runs.one_step_with, arguments):
+    results = pool.run(math.prod(mesh[:3]), split_runs.one_step_with, arguments)
+    for got in results:
         assert_equal_to_hf(got, want)
+    recorded = results[0]["experts"]
+    loads, balance, squares = (
+        [v for n, v in recorded.items() if n.startswith(f"moe/{name}/")]
+        for name in ("load", "balance_loss", "z_loss")
+    )
+    assert loads == want["loads"]
+    losses = [LOSSES[0] * a + LOSSES[1] * z for a, z in zip(balance, squares, strict=True)]
+    assert losses == pytest.approx(want["router_losses"], rel=1e-12)
     plain = wanted(family, "plain", "eager", ())["gradients"]
     routers = [n for n in plain if n.endswith((".gate.weight", ".router.weight"))]
     assert all(numpy.abs(plain[n] - want["gradients"][n]).max() > 1e-6 for n in routers)
@@ -161,7 +172,6 @@ def test_every_family_on_every_mesh(
             ),
         ],
         0,
-        3,
     ),
     ids=str,
 )
@@ -192,7 +202,6 @@ def test_sequence_parallelism_changes_no_gradient(pool: RankPool, family: str) -
     ("family", "side"),
     [
         ("qwen3", "packed"),
-        ("t5", "padded"),
         *(pytest.param(f, "padded", marks=pytest.mark.sweep) for f in ALL if f != "vit"),
         *(pytest.param(f, "packed", marks=pytest.mark.sweep) for f in tiny_models.PACKED),
     ],

@@ -304,20 +304,23 @@ def oracle(
             count = len(rotary.inv_freq)
             rotary.inv_freq = rotary_base ** -(torch.arange(count) / count)
             inputs["position_ids"] = torch.arange(float(length)).unsqueeze(0)
-        logits_of_routers: list[Tensor] = []
+        routed: list[tuple[Tensor, Tensor, Tensor]] = []
         for name, module in model.named_modules():
             if losses is not None and name.endswith(("mlp.gate", "mlp.router", "moe.router")):
-                module.register_forward_hook(lambda *a: logits_of_routers.append(a[2][0]))
+                module.register_forward_hook(lambda *a: routed.append(a[2]))
         with KeepFloat64():
             logits = logits_of(model, inputs)
             loss = token_loss(logits, labels)
-            extra = [router_losses(z, config, losses or (0, 0)) for z in logits_of_routers]
+            extra = [router_losses(z, config, losses or (0, 0)) for z, _, _ in routed]
             torch.stack([loss, *extra]).sum().backward()
     finally:
         torch.set_default_dtype(torch.float32)
     named = model.named_parameters()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+    tokens = [index.flatten().bincount(minlength=z.shape[-1]) for z, _, index in routed]
     return {
+        "loads": [(max(row) / row.double().mean()).item() for row in tokens],
+        "router_losses": [each.item() for each in extra],
         "loss": loss.item(),
         "logits": logits.detach().numpy(),
         "gradients": {name: gradient.numpy() for name, gradient in gradients.items()},

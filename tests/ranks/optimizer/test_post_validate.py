@@ -68,7 +68,7 @@ CASES = [
     for mesh in MESHES
     for schedule in ONE_STAGE_PER_RANK + TWO_STAGES_PER_RANK * (mesh["pipeline"] == 2)
 ]
-SHORT = [("zb-v", 0), ("zb-h1", 1), ("zb-v", 2)]
+SHORT = [("zb-h1", 1), ("zb-v", 2)]
 
 
 @pytest.mark.parametrize(("schedule", "mesh"), [(s, MESHES[m]) for s, m in SHORT], ids=str)
@@ -116,7 +116,9 @@ def test_clipping_in_every_step_causes_no_rollback(pool: RankPool) -> None:
     [
         {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1,
                   "loss_scale_window": 1}},
-        {"bf16": {"enabled": True, "check_grad_overflow": True}},
+        pytest.param(
+            {"bf16": {"enabled": True, "check_grad_overflow": True}}, marks=pytest.mark.sweep
+        ),
     ],
     ids=["fp16", "bf16"],
 )  # fmt: skip

@@ -127,6 +127,7 @@ SLOW = (
     "1f1b, tensor and sequence 2",
     "interleaved, tensor 2",
     "zb-h1 on 4 ranks",
+    "zb-h1, keep attention and linears",
     "1f1b, uniform recompute",
     "1f1b, selective, bf16",
     "ZeRO",

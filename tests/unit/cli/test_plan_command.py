@@ -51,10 +51,13 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, s
     return code, printed.out, printed.err
 
 
+LARGE = ("llama_7b_tp4_pp4", "moe_671b_pp16")
+
+
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=pytest.mark.sweep) if path.stem == "llama_7b_tp4_pp4" else path
+        pytest.param(path, marks=pytest.mark.sweep) if path.stem in LARGE else path
         for path in CONFIGS
     ],
     ids=lambda path: path.stem,

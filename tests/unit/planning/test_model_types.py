@@ -304,17 +304,21 @@ def plan_family(name: str, folder: Path) -> None:
     from tests.ranks.hf import tiny_models
 
     tiny_models.CONFIGS[name]().save_pretrained(folder)
-    task = {"t5": "seq2seq", "whisper": "seq2seq", "vit": "image-classification"}
+    task = dict.fromkeys(("t5", "mt5", "whisper"), "seq2seq") | {"vit": "image-classification"}
+    task |= dict.fromkeys(("bert", "roberta"), "masked-lm")
     model = {
         "type": "hf", "path": str(folder), "pretrained": False,
-        "task": task.get(name.split("-")[0], "masked-lm" if name == "bert" else "causal-lm"),
+        "task": task.get(name.split("-")[0], "causal-lm"),
     }  # fmt: skip
+    if name != "vit":
+        model["seq_length"] = 16
     mesh = {"pipeline": 2, "tensor": 2, "device": "cpu"}
     for schedule in ("1f1b", "zb-v"):
         config = load({**BASE, "mesh": mesh, "pipeline": {"schedule": schedule}, "model": model})
         report = estimate(Request(config))
         assert report.parameters > 10_000
-        assert all(stage.flops > 0 for stage in report.stages)
+        # A stage may have an embedding only.
+        assert all(stage.time > 0 for stage in report.stages)
     assert schedule in SCHEDULES
 
 
