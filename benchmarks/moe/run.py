@@ -33,6 +33,13 @@ def main() -> None:
         milliseconds = 1e3 * statistics.median(times["dense"])
         row = f"| {', '.join(f'{n:,}' for n in size)} | {milliseconds:.0f} | {spread(ratios)} "
         print(f"{row}| {spread(extra)} |")
+    steps = found["filled"]
+    print("\n| step, ms | |\n| --- | ---: |")
+    for name, times in steps.items():
+        print(f"| {name} | {1e3 * statistics.median(times):.0f} |")
+    zipped = zip(steps["expert 2"], steps["filled"], steps["exchanges"], strict=True)
+    hidden = [(plain - filled) / exchanged for plain, filled, exchanged in zipped]
+    print(f"| (expert 2 - filled) / exchanges | {spread(hidden)} |")
     whole, half = found["bytes"]
     without, with_full = found["counts"]
     print(f"\nbytes of experts per rank, expert 2 / 1: {half / whole:.2f}")

@@ -86,6 +86,55 @@ def times(tokens: int, hidden: int, ffn: int) -> dict[str, list[float]]:
     return found
 
 
+# Micro-batches, samples of each, tokens of a sample, and the model of the steps with filled waits.
+STEP = (8, 2, 512)
+STEP_MODEL: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4,
+    "seq_length": STEP[2], "vocab_size": 256, "num_experts": EXPERTS,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0,
+}  # fmt: skip
+
+
+def filled_steps() -> dict[str, list[float]]:
+    """Return the seconds of a step in each round: without exchanges, with, with W within them.
+
+    Also those of plain exchanges of the bytes of a step, and of a W of all its micro-batches.
+    """
+    count, samples, length = STEP
+    engines = {}
+    for name, expert, fills in (
+        ("expert 1", 1, False), ("expert 2", 2, False), ("filled", 2, True),
+    ):  # fmt: skip
+        config = pipemega.load_config(
+            {
+                "train_batch_size": 2 * count * samples,
+                "train_micro_batch_size_per_gpu": samples,
+                "mesh": {"data": 2, "expert": expert, "device": "cpu"},
+                "pipeline": {"schedule": "zb-h1", "fill_waits": fills},
+                "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+                "model": STEP_MODEL,
+            }
+        )
+        engines[name] = pipemega.initialize(gpt(GPTConfig.of(config, 256)), config)[0]
+    tokens = torch.randint(256, (samples, length + 1))
+    data = [(tokens[:, :-1], tokens[:, 1:])] * count
+    rows = torch.randn(CHOSEN * samples * length, STEP_MODEL["hidden_size"])
+
+    def exchanges() -> None:
+        for _ in range(count * STEP_MODEL["num_layers"]):
+            exchange(rows)
+
+    found: dict[str, list[float]] = {name: [] for name in (*engines, "exchanges")}
+    for number in range(1 + ROUNDS):
+        for name, engine in engines.items():
+            took = seconds(lambda engine=engine: engine.train_batch(iter(data)))
+            found[name] += [took] if number else []
+        found["exchanges"] += [seconds(exchanges)] if number else []
+    for engine in engines.values():
+        engine.close()
+    return found
+
+
 def trained(expert: int, recompute: str) -> tuple[int, int]:
     """Train a step of a GPT; return the bytes of its experts, and the exchanges of counts.
 
@@ -132,6 +181,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     found = {
         "times": [times(*size) for size in SIZES],
+        "filled": filled_steps(),
         "bytes": [trained(expert, "none")[0] for expert in (1, 2)],
         "counts": [trained(2, recompute)[1] for recompute in ("none", "full")],
     }

@@ -63,6 +63,7 @@ from pipemega.config.sections.pipeline_sections import (
     MeshSection,
     PipelineSection,
     bounds_errors,
+    errors_of_filled_waits,
     errors_of_mixed_devices,
 )
 from pipemega.config.sections.precision_sections import (
@@ -496,6 +497,11 @@ _RULES = (
         errors_of_graphs,
     ),
     Rule(("pipeline.vocabulary", "lora", "optimizer.type", "mesh.pipeline"), _vocabulary),
+    Rule(
+        ("pipeline.fill_waits", "pipeline.schedule", "mesh.expert",
+         "activation_checkpointing.cpu_checkpointing", "compile.cuda_graphs"),
+        errors_of_filled_waits,
+    ),
     Rule(("scheduler", "training"), errors_of_length),
     Rule(("checkpoint.save", "training.resume", "training.on_nonfinite"), errors_of_folder),
     Rule(

@@ -33,6 +33,7 @@ from pipemega.optimizer import OptimizerStep
 from pipemega.optimizer.build_step import optimizer_step
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.model.stages import LocalModel, stage_bounds
+from pipemega.pipeline.plan.fill_waits import Waits
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.partition import Bounds
 from pipemega.pipeline.plan_selection import plan_is_provisional
@@ -102,6 +103,7 @@ class FirstPlan(NamedTuple):
     plans: StepPlans
     tuner: StepFeature | None
     is_provisional: bool = False
+    waits: tuple[Waits, ...] = ()
 
 
 def first_plan(setup: RunSetup, given: Plan | None) -> FirstPlan:
@@ -134,7 +136,8 @@ def first_plan(setup: RunSetup, given: Plan | None) -> FirstPlan:
     is_auto = plan_is_provisional(config.pipeline, mesh.pipeline.size, given)
     if not (is_auto and is_provisional):
         plans.check(bounds, [size // batch.samples_per_slice for size in sizes.sizes[:-1]])
-    return FirstPlan(plan, bounds, plans, chooser.tuner(chosen, bounds), is_provisional)
+    tuner = chooser.tuner(chosen, bounds)
+    return FirstPlan(plan, bounds, plans, tuner, is_provisional, chosen.waits)
 
 
 _FOLLOWS = (
@@ -267,7 +270,7 @@ def build_components(
     # A plan of the tuner may split backward.
     tunes = plan_is_provisional(config.pipeline, mesh.pipeline.size)
     may_change = first.tuner is not None or (tunes and late_choice is not None)
-    executors = ExecutorBuilder(setup, timers, plan_may_change=may_change)
+    executors = ExecutorBuilder(setup, timers, plan_may_change=may_change, waits=first.waits)
     # A split backward has no weight gradient beside an all-reduce.
     splits = executors.splits_backward(first.plan) or mesh.pipeline.size > 1
     advice = None if splits else launch_order_advice(mesh.device, mesh.tensor.size)

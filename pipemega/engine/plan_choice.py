@@ -25,6 +25,7 @@ from pipemega.lazy_imports import load_name
 from pipemega.models.build_model import ModelContext, sample_from
 from pipemega.monitor import get_logger
 from pipemega.pipeline.connections import message_order
+from pipemega.pipeline.plan.fill_waits import Waits
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.partition import Bounds, Cut
@@ -52,12 +53,14 @@ class ChosenPlan(NamedTuple):
             them, because pipeline.partition does not depend on the plan.
         seconds: predicted seconds of a step; None: unknown.
         reason: why the model is cut so, for the log; None: nothing to say.
+        waits: with pipeline.fill_waits, the exchanges of each layer.
     """
 
     plan: Plan
     bounds: Bounds | None
     seconds: float | None = None
     reason: str | None = None
+    waits: tuple[Waits, ...] = ()
 
 
 class PlanChooser:
@@ -99,7 +102,14 @@ class PlanChooser:
         Raises:
             ConfigError, ScheduleError: as `configured_plan`.
         """
-        return self._from_first(lambda: self.configured_plan(given))
+        return self._from_first(lambda: self._with_waits(self.configured_plan(given)))
+
+    def _with_waits(self, chosen: ChosenPlan) -> ChosenPlan:
+        if not (self._config.pipeline.fill_waits and self._trains):
+            return chosen
+        self._count()
+        assert self._model is not None
+        return chosen._replace(waits=self._model.waits)
 
     def tuner(self, first: ChosenPlan, bounds: Bounds) -> StepFeature | None:
         """Return what replaces the first plan after measurements; None: the plan stays.
@@ -213,17 +223,18 @@ class PlanChooser:
             # A run that needs no counts has to start anyway.
             except PipemegaError as error:
                 why, tell = str(error), self.log.warning
-        if self.shapes_follow:
+        if self.shapes_follow and not section.fill_waits:
             self.is_provisional = True
             return
         limits = {
             "weight_queue_limit": limit not in (None, "auto"),
             "memory_limit": section.memory_limit != "auto" and name != AUTO,
+            "fill_waits": section.fill_waits,
         }
         for key, is_set in limits.items():
             if is_set:
                 raise ConfigError(
-                    f"pipeline.{key} needs the bytes that each stage holds, and they cannot be "
+                    f"pipeline.{key} needs the bytes and times of each stage, and they cannot be "
                     f"counted: {why}; give initialize() layers that run on torch's meta device and "
                     f"example=(inputs, labels), or remove pipeline.{key}"
                 )

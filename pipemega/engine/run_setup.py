@@ -27,10 +27,12 @@ from pipemega.pipeline.model.module import BuildOptions, PipelineModule
 from pipemega.pipeline.model.recompute import checkpoint_interval
 from pipemega.pipeline.model.stages import LocalModel, build_local_model
 from pipemega.pipeline.model.vocabulary_shard import vocabulary_split
+from pipemega.pipeline.plan.fill_waits import Waits
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.split_backward import enable_split_backward
 from pipemega.pipeline.transport import Transport
 from pipemega.pipeline.vocabulary_runs import VocabularyRuns
+from pipemega.pipeline.wait_filler import WaitFiller
 from pipemega.pipeline.weight_queue import WeightGradQueue
 
 
@@ -108,9 +110,17 @@ class ExecutorBuilder:
         setup: the setup of the run.
         timers: the timers of the engine.
         plan_may_change: a plan that splits backward may replace the one of the executor.
+        waits: with pipeline.fill_waits, the exchanges of each layer.
     """
 
-    def __init__(self, setup: RunSetup, timers: MultiTimer, plan_may_change: bool) -> None:
+    def __init__(
+        self,
+        setup: RunSetup,
+        timers: MultiTimer,
+        plan_may_change: bool,
+        waits: Sequence[Waits] = (),
+    ) -> None:
+        self._layer_waits = waits
         self._setup, self._config, self._mesh = setup, setup.config, setup.mesh
         self._timers, self._plan_may_change = timers, plan_may_change
         self._groups: list[dist.ProcessGroup] = []
@@ -176,6 +186,8 @@ class ExecutorBuilder:
 
     def _wrapper(self, model: LocalModel, queue: WeightGradQueue | None) -> ComputeWrapper | None:
         device, log = self._mesh.device, get_logger(self._mesh.rank)
+        if self._config.pipeline.fill_waits and queue is not None:
+            return WaitFiller(model.stages, queue, self._layer_waits)
         if self._config.activation_checkpointing.cpu_checkpointing:
             if offloads_from(device.type):
                 return ActivationOffload(device, model.modules)

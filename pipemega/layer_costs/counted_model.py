@@ -29,6 +29,7 @@ from pipemega.pipeline.microbatch_loss import reduced_loss
 from pipemega.pipeline.model.module import BuildOptions, PipelineModule
 from pipemega.pipeline.model.recompute import checkpoint_interval
 from pipemega.pipeline.model.stages import stage_bounds
+from pipemega.pipeline.plan.fill_waits import Waits
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.partition import Bounds, Cut, LayerCosts, best_cut, limit_error
 from pipemega.pipeline.plan.simulate import simulate
@@ -191,6 +192,11 @@ class CountedModel:
     def layer_costs(self) -> LayerCosts:
         """The costs of each layer by the fixed table of rates; each distinct layer runs once."""
         return self._counts.of_layers
+
+    @property
+    def waits(self) -> tuple[Waits, ...]:
+        """The exchanges of tokens of each layer."""
+        return self._counts.waits
 
     def _options(self, mesh: Mesh) -> BuildOptions:
         return BuildOptions(

@@ -43,6 +43,7 @@ from pipemega.pipeline.microbatch_loss import Loss, weighted_loss
 from pipemega.pipeline.model.fp8_linears import enable_fp8
 from pipemega.pipeline.model.module import BuildOptions, PipelineModule, RngKey, Stage, build_stages
 from pipemega.pipeline.model.spec import LayerSpec
+from pipemega.pipeline.plan.fill_waits import NO_WAITS, Waits
 from pipemega.pipeline.plan.partition import Bounds, LayerCosts
 from pipemega.pipeline.plan.simulate import CostModel
 from pipemega.pipeline.split_backward import enable_split_backward
@@ -81,6 +82,7 @@ class StageCosts:
         seconds_without_fp8: seconds of F, I and W if products in fp8 were in bf16.
         exchanged: bytes that a rank sends to the others of the expert axis, if all experts get
             equally many tokens.
+        waits: the exchanges of these tokens.
     """
 
     input: int
@@ -101,6 +103,7 @@ class StageCosts:
     kinds: Mapping[KernelKind, float] = field(default_factory=dict, compare=False)
     seconds_without_fp8: float = 0.0
     exchanged: int = 0
+    waits: Waits = NO_WAITS
 
 
 @dataclass(frozen=True)
@@ -172,12 +175,17 @@ class _LiveTensors:
 
 
 class _Metered(NamedTuple):
-    """Costs of one instruction: bytes beyond those in use before, FLOPs, kernels, seconds."""
+    """Costs of one instruction: bytes beyond those in use before, FLOPs, kernels, seconds.
+
+    Args:
+        waits: seconds and number of its exchanges.
+    """
 
     working: int
     flops: float
     kernels: int
     seconds: float
+    waits: tuple[float, int]
 
 
 class _StageRun:
@@ -239,7 +247,11 @@ class _StageRun:
             kinds=dict(meter.kinds),
             seconds_without_fp8=meter.seconds_without_fp8,
             exchanged=meter.exchanged,
-        )
+            waits=Waits(
+                forward.waits[0], backward.waits[0], forward.waits[1], backward.waits[1],
+                weight.seconds,
+            ),
+        )  # fmt: skip
         return costs, header
 
     def _note(self, tensor: Tensor) -> Tensor:
@@ -253,6 +265,7 @@ class _StageRun:
         """Return the result of `work` and its costs."""
         meter = self._meter
         before, flops, kernels, seconds = meter.now, meter.flops, meter.kernels, meter.seconds
+        waited, exchanges = meter.kinds["exchanges"], meter.exchanges
         meter.reset_peak()
         result = work()
         return result, _Metered(
@@ -260,6 +273,7 @@ class _StageRun:
             meter.flops - flops,
             meter.kernels - kernels,
             meter.seconds - seconds,
+            (meter.kinds["exchanges"] - waited, meter.exchanges - exchanges),
         )
 
     def _forward(self, live: _LiveTensors, is_last: bool) -> Header:
@@ -405,6 +419,11 @@ class StageCounts:
         )
 
     @property
+    def waits(self) -> tuple[Waits, ...]:
+        """The exchanges of each layer."""
+        return tuple(layer.waits for layer in self._layers)
+
+    @property
     def message_bytes(self) -> float:
         """The mean over the layers of what one sends to the next."""
         return math.fsum(layer.message for layer in self._layers) / len(self._layers)
@@ -469,11 +488,14 @@ class StageCounts:
         return result
 
 
-def stage_times(stages: Sequence[StageCosts], unit: float = 1.0) -> CostModel:
+def stage_times(
+    stages: Sequence[StageCosts], unit: float = 1.0, *, fills_waits: bool = False
+) -> CostModel:
     """Return the costs of stages by the fixed table of rates.
 
     Args:
         unit: the unit of the times, in seconds of the table.
+        fills_waits: parts of W run within exchanges.
     """
     forward, inputs, weights = (
         tuple(stage.seconds[kind] / unit for stage in stages) for kind in range(3)
@@ -484,6 +506,7 @@ def stage_times(stages: Sequence[StageCosts], unit: float = 1.0) -> CostModel:
         weights,
         activation=tuple(float(stage.held) for stage in stages),
         kept=tuple(float(stage.kept) for stage in stages),
+        waits=tuple(stage.waits for stage in stages) if fills_waits else None,
     )
 
 

@@ -471,8 +471,8 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0.0
         self.kernels = 0
         """Number of operations that run a kernel: all but views."""
-        self.exchanged = 0
-        """Bytes that a rank sends to others in exchanges of even parts."""
+        self.exchanged = self.exchanges = 0
+        """Bytes that a rank sends to others in exchanges of even parts, and their number."""
         self.seconds = 0.0
         """Time of all kernels and exchanges by `rates`."""
         self.kinds: dict[KernelKind, float] = defaultdict(float)
@@ -529,6 +529,7 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count_exchange(self, rows: Tensor, _: Any, sent: Sequence[int], *__: Any) -> None:
         exchanged = rows.nbytes * (len(sent) - 1) // len(sent)
         self.exchanged += exchanged
+        self.exchanges += 1
         if self._rates is not None:
             seconds = exchanged / self._rates.exchange
             self.seconds += seconds

@@ -31,6 +31,7 @@ from pipemega.distributed.device_waits import mark, synchronize
 from pipemega.distributed.exchanges import recorded
 from pipemega.distributed.mesh import Axis
 from pipemega.pipeline.model.recompute import remembered
+from pipemega.pipeline.wait_filler import fill_wait
 from pipemega.tensor_parallel.collectives import (
     copy_to_tensor,
     gather_from_tensor,
@@ -208,13 +209,17 @@ class _Exchange:
 
     def __init__(self, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> None:
         self.axis, self.sent, self.received = axis, sent, received
-        self.wait: Callable[[], None] = lambda: None
+        # Waits for what was started.
+        self.wait: Callable[[], None] | None = None
         # The gradient that is received.
         self.gradient: Tensor | None = None
 
     def end(self) -> None:
         """Wait for what was started, and release it: it holds the memory of both sides."""
-        wait, self.wait = self.wait, lambda: None
+        if self.wait is None:
+            return
+        fill_wait()
+        wait, self.wait = self.wait, None
         wait()
 
     def start(self, rows: Tensor) -> Tensor:

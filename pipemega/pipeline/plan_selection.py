@@ -21,6 +21,7 @@ from pipemega.pipeline.plan.channels import (
     MessageOrder,
     connections_per_rank,
 )
+from pipemega.pipeline.plan.fill_waits import delay_weights
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import CostModel, VocabularyCosts
@@ -69,6 +70,8 @@ def training_plan(
     else:
         origin = f"the plan {given.name!r} given to initialize()"
         plan = check_sizes(given, origin, pp_size, num_microbatches)
+    if section.fill_waits:
+        plan = delay_weights(plan)
     if plan.num_stages > num_layers:
         raise ConfigError(
             f"the plan {plan.name!r} has {plan.num_stages} stages, and the model has {num_layers} "
@@ -225,7 +228,7 @@ def plan_of_size(section: PipelineSection, current: Plan, num_microbatches: int)
                 return best_plan(same, num_microbatches, section.memory_limit)
         plan = first_plan(section, ranks, num_microbatches, stages)
         if plan.rank_of_stage == current.rank_of_stage:
-            return plan
+            return delay_weights(plan) if section.fill_waits else plan
         # Schedule `auto` has chosen other stages for the full steps, or a callback has moved them.
         equal = (1.0,) * stages
         costs = CostModel(equal, equal, equal)

@@ -2,6 +2,7 @@
 
 in I        the products of split_backward.py add jobs, each with x and dy of a layer
 in W        `run` computes and adds the gradients, and frees x and dy
+in waits    `run_part` runs some of the jobs before their W
 in B        with fused products `add` computes and adds at once, instead of autograd
 """
 
@@ -27,6 +28,18 @@ class Job(NamedTuple):
     start: Callable[[], object] | None
     gradient: Callable[[], Tensor | None]
     is_summed: bool
+
+
+class _Progress(NamedTuple):
+    """What has run of the jobs of a key.
+
+    Args:
+        run: number of jobs.
+        sums: id of a weight with further jobs -> the sum of its gradients.
+    """
+
+    run: int
+    sums: dict[int, Tensor]
 
 
 class GradAccumulator(Protocol):
@@ -63,6 +76,7 @@ class WeightGradQueue:
         self._into, self.fuses_products = into, fuses
         self._held: set[int] = set()
         self._queued: dict[Hashable, list[Job]] = defaultdict(list)
+        self._progress: dict[Hashable, _Progress] = {}
         self._key: Hashable | None = None
 
     @contextmanager
@@ -121,8 +135,36 @@ class WeightGradQueue:
             done: called with each weight after its last gradient was added.
         """
         jobs = self._queued.pop(key, [])
+        _, sums = self._progress.pop(key, _Progress(0, {}))
+        self._run(jobs, sums, Counter(id(job.weight) for job in jobs), done)
+
+    @torch.no_grad()
+    def run_part(self, key: Hashable, share: float) -> None:
+        """Run the next jobs of `key`, until this share of all its jobs has run."""
+        jobs = self._queued.get(key, [])
+        run, sums = self._progress.get(key, _Progress(0, {}))
+        number = int(share * (run + len(jobs)) + 1e-6) - run
+        if number <= 0:
+            return
         remaining = Counter(id(job.weight) for job in jobs)
-        sums: dict[int, Tensor] = {}
+        part = jobs[:number]
+        del jobs[:number]
+        self._run(part, sums, remaining, None)
+        self._progress[key] = _Progress(run + number, sums)
+
+    def _run(
+        self,
+        jobs: list[Job],
+        sums: dict[int, Tensor],
+        remaining: Counter[int],
+        done: Callable[[nn.Parameter], None] | None,
+    ) -> None:
+        """Run the jobs.
+
+        Args:
+            sums: see `_Progress`.
+            remaining: jobs of each weight that have not run, these and later ones.
+        """
         jobs.reverse()
         _start_last(jobs)
         while jobs:

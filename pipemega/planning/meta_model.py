@@ -161,6 +161,7 @@ class StageLayout:
         totals: sums of the costs of the layers of all stages.
         vocabulary: for each pipeline rank, the costs of the vocabulary passes; empty: there are
             none.
+        fills_waits: parts of W run within exchanges.
     """
 
     bounds: tuple[int, ...]
@@ -171,6 +172,7 @@ class StageLayout:
     label_bytes: int
     totals: ModelTotals
     vocabulary: tuple[ShardCosts, ...] = ()
+    fills_waits: bool = False
 
     def batch_bytes(self, rank: int, num_microbatches: int) -> int:
         """Return the bytes of the inputs and labels of a whole step that `rank` needs."""
@@ -370,6 +372,7 @@ class MetaModel(CountedModel):
             _bytes(self._sample.labels),
             self._counts.totals,
             self.shard_costs,
+            self._config.pipeline.fill_waits,
         )
 
 

@@ -83,7 +83,7 @@ class Rates:
     def cost_model(self, layout: StageLayout, ranks: int) -> CostModel:
         """Return times and bytes of each stage of `layout` on `ranks` pipeline ranks."""
         unit = self._unit(layout, ranks)
-        counted = stage_times(layout.costs, unit)
+        counted = stage_times(layout.costs, unit, fills_waits=layout.fills_waits)
         if layout.vocabulary:
             counted = replace(counted, vocabulary=layout.vocabulary[0].times(unit))
         if self.layers is not None:

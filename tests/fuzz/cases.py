@@ -95,6 +95,7 @@ class Case:
     weight_decay: float = 0.0
     fused: bool = False
     ignored: bool = False  # the loss leaves out some tokens
+    fills: bool = False  # W run within exchanges
     frozen: tuple[tuple[int, int, int], ...] = ()
 
     def __str__(self) -> str:
@@ -219,7 +220,10 @@ def _with_experts(rng: random.Random, case: Case) -> Case:
     ]
     # What a layer accumulates in its forward is scaled with the rest by the weight of the loss.
     ignored = rng.random() < 0.5 and "inner backward" not in layers
-    return replace(case, layers=tuple(layers), mesh=meshes[0], resumed=meshes[1], ignored=ignored)
+    case = replace(case, layers=tuple(layers), mesh=meshes[0], resumed=meshes[1], ignored=ignored)
+    # The exchanges are counted before the first step.
+    known = case.data == "initialize" or case.example
+    return replace(case, fills=rng.random() < 0.5 and known and not (case.offload or case.graphs))
 
 
 def _mesh(rng: random.Random, ranks: int) -> Mesh:

@@ -4,7 +4,9 @@ import logging
 import traceback
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,12 @@ from torch import Tensor, nn
 
 from pipemega import EXPERT_AXIS, TENSOR_AXIS, LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from pipemega.distributed.mesh import Axis
+from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.errors import PipemegaError
+from pipemega.layer_costs import tensor_meter
+from pipemega.layer_costs.tensor_meter import rates_for
+from pipemega.pipeline.schedules import SCHEDULES, splits_backward
 from tests.fuzz.cases import OPTIMIZERS, Case, Mesh
 from tests.fuzz.experts import KINDS as EXPERTS
 from tests.fuzz.experts import Mixture, ignoring_loss
@@ -77,6 +83,7 @@ def micro_batches(case: Case, step: int) -> list[Sample]:
 
 def config_of(case: Case, mesh: Mesh) -> dict[str, Any]:
     late = {"optimizer_sync": "post_validate", "optimizer_sync_after": 0}
+    splits = mesh.schedule in SCHEDULES and splits_backward(mesh.schedule)
     params = OPTIMIZERS[case.optimizer] | {"weight_decay": case.weight_decay}
     return {
         "train_batch_size": case.micro_batches * case.samples,
@@ -102,6 +109,7 @@ def config_of(case: Case, mesh: Mesh) -> dict[str, Any]:
             **({"weight_queue_limit": None} if {*case.layers} & {*WHOLE_BACKWARD} else {}),
             **({"chunks": mesh.chunks} if mesh.schedule != "auto" else {}),
             **(late if case.late_sync else {}),
+            "fill_waits": case.fills and mesh.expert > 1 and splits,
         },
         "activation_checkpointing": {"cpu_checkpointing": case.offload},
         "compile": {"enabled": False, "cuda_graphs": case.graphs},
@@ -116,7 +124,10 @@ def engine_of(case: Case, mesh: Mesh) -> Engine:
     elif case.example:
         arguments["example"] = micro_batches(case, 0)[0]
     net = PipelineModule(specs(case), loss_of(case))
-    return initialize(net, config_of(case, mesh), **arguments)[0]
+    # So slow that parts of W fit into the exchanges of a few tokens.
+    slow = replace(rates_for(None, Topology()), exchange=1e7)
+    with mock.patch.object(tensor_meter, "_FULL", slow):
+        return initialize(net, config_of(case, mesh), **arguments)[0]
 
 
 def loss_of(case: Case) -> Any:

@@ -94,6 +94,10 @@ TRIALS: dict[str, Case] = {
     ),
     # Beside a mean loss, they were as many times too strong as a micro-batch has samples.
     "auxiliary losses of experts": _row("experts, gated", samples=3),
+    "W within exchanges": _row(
+        "experts", mesh=Mesh(pipeline=2, data=2, expert=2, schedule="zb-h1"), micro_batches=8,
+        fills=True,
+    ),
     # A graph repeated the numbers of rows of its capture.
     "experts, graphs": _row("experts, aux_loss", graphs=True),
     # The step had the number of samples of one data rank.

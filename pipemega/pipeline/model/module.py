@@ -328,12 +328,9 @@ class PipelineModule:
         """
         counts = []
         for layer in self.meta_layers:
-            shares = {
-                parameter: module.used_share
-                for module in layer.modules()
-                if hasattr(module, "used_share")
-                for parameter in module.parameters()
-            }
+            modules: Iterator[Any] = layer.modules()
+            experts = [module for module in modules if hasattr(module, "used_share")]
+            shares = {p: module.used_share for module in experts for p in module.parameters()}
             used = (_elements(p) * part // whole for p, (part, whole) in shares.items())
             others = (_elements(p) for p in layer.parameters() if p not in shares)
             counts.append(sum(used) + sum(others))

@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from pipemega.errors import ScheduleError
+from pipemega.pipeline.plan.fill_waits import Waits, fill_waits, filled_shares
 from pipemega.pipeline.plan.instructions import VOCABULARY_PASSES, Instruction, Kind, Plan, Program
 from pipemega.pipeline.plan.lowering import execution_order
 
@@ -81,6 +82,7 @@ class CostModel:
         message: time from the end of a step to the start of the step on another rank that uses its
             result; 0 between steps of the same rank.
         vocabulary: costs of the passes of vocabulary parallelism, if the plan has them.
+        waits: the exchanges of each stage, if parts of W run within them.
 
     Raises:
         ScheduleError: a cost is negative or not finite, or the numbers of stages differ.
@@ -94,11 +96,14 @@ class CostModel:
     kept: tuple[float, ...] | None = None
     message: float = 0.0
     vocabulary: VocabularyCosts = VocabularyCosts()
+    waits: tuple[Waits, ...] | None = None
 
     def __post_init__(self) -> None:
         _check("message", self.message)
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "waits":
+                continue
             for stage, cost in enumerate(value if isinstance(value, tuple) else ()):
                 _check(f"{field.name} of stage {stage}", cost)
             if isinstance(value, tuple) and len(value) != len(self.forward):
@@ -256,6 +261,7 @@ def simulate(plan: Plan, costs: CostModel) -> Timeline:
     time, passes = costs.times, costs.vocabulary.times
     clock = [0.0] * plan.num_ranks
     done: dict[Instruction, float] = {}
+    shares = _shares_in_waits(plan, costs)
     start: list[list[float]] = [[] for _ in plan.programs]
     end: list[list[float]] = [[] for _ in plan.programs]
     for rank, step, needs in execution_order(plan):
@@ -269,6 +275,8 @@ def simulate(plan: Plan, costs: CostModel) -> Timeline:
         start[rank].append(at)
         of_stage = time.get(step.kind)
         duration = passes[step.kind] if of_stage is None else of_stage[step.stage]
+        if step in shares:
+            duration *= 1 - shares[step]
         clock[rank] = done[step] = at + duration
         end[rank].append(clock[rank])
     return Timeline(
@@ -277,6 +285,15 @@ def simulate(plan: Plan, costs: CostModel) -> Timeline:
         tuple(map(tuple, end)),
         tuple(peak_held(program, costs, plan.forward_only) for program in plan.programs),
     )
+
+
+def _shares_in_waits(plan: Plan, costs: CostModel) -> dict[Instruction, float]:
+    """Return the share of each W that runs within exchanges."""
+    if costs.waits is None:
+        return {}
+    waits = dict(enumerate(costs.waits))
+    by_rank = (filled_shares(fill_waits(program, waits)) for program in plan.programs)
+    return {step: share for shares in by_rank for step, share in shares.items()}
 
 
 def peak_held(program: Program, costs: CostModel, forward_only: bool = False) -> float:

@@ -115,6 +115,31 @@ def load_model(model: dict[str, Any], **changes: Any) -> Any:
             {"mesh": {"data": 2, "expert": 2, "pipeline": 2, "device": ["cpu", "cuda"]}},
             "mesh.expert (2) needs equal devices on all ranks",
         ),
+        (
+            {"num_experts": 8},
+            {"mesh": {"data": 2}, "pipeline": {"schedule": "zb-h1", "fill_waits": True}},
+            "with mesh.expert 1 there are none: remove pipeline.fill_waits, or set mesh.expert to",
+        ),
+        *(
+            (
+                {"num_experts": 8},
+                {
+                    "mesh": {"data": 2, "expert": 2},
+                    "pipeline": {"schedule": name, "fill_waits": True},
+                },
+                f"schedule {name!r} has no W of its own",
+            )
+            for name in ("1f1b", "auto")
+        ),
+        (
+            {"num_experts": 8},
+            {
+                "mesh": {"data": 2, "expert": 2},
+                "pipeline": {"schedule": "zb-h1", "fill_waits": True},
+                "activation_checkpointing": {"cpu_checkpointing": True},
+            },
+            "pipeline.fill_waits and activation_checkpointing.cpu_checkpointing both change how",
+        ),
     ],
 )  # fmt: skip
 def test_experts_that_do_not_fit_are_refused_with_the_numbers(

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,8 @@ from pipemega.distributed.mesh import Axis, build_mesh
 from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.errors import ReplicaError
+from pipemega.layer_costs import tensor_meter
+from pipemega.layer_costs.tensor_meter import rates_for
 from pipemega.models import GPTConfig, gpt
 from pipemega.moe import router as router_module
 from pipemega.moe.dispatch import Dispatch
@@ -30,6 +33,7 @@ from pipemega.optimizer.mixed_precision import LossScale
 from pipemega.parameters import initialize_parameters, normal, shard_of
 from pipemega.pipeline.model.recompute import recompute
 from pipemega.pipeline.split_backward import grouped_linear
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from tests.ranks.training_runs import LENGTH, VOCAB, build, data, train, train_engine
 
 
@@ -324,6 +328,32 @@ def dispatched(sizes: tuple[int, int, int], chosen: str) -> float:
 
     pairs = zip(run(mesh.expert, mesh.tensor), run(Axis("expert"), Axis("tensor")), strict=True)
     return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+# W within exchanges
+
+
+def filled(
+    config: Mapping[str, Any], filling: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Train with both configs; return the results, and how many jobs of W ran within exchanges."""
+    plain, jobs = train(config), 0
+    run_part, rates = WeightGradQueue.run_part, rates_for(None, Topology())
+    # So slow that a part of W fits into the exchange of a few tokens.
+    slow = replace(rates, exchange=1e7)
+
+    def counted(self: WeightGradQueue, key: Any, share: float) -> None:
+        nonlocal jobs
+        before = len(self._queued[key])
+        run_part(self, key, share)
+        jobs += before - len(self._queued[key])
+
+    with (
+        mock.patch.object(WeightGradQueue, "run_part", counted),
+        mock.patch.object(tensor_meter, "_FULL", slow),
+    ):
+        result = train(filling)
+    return plain, result, jobs
 
 
 # Records

@@ -196,6 +196,26 @@ def test_all_schedules_and_recomputations_with_experts_give_the_same_bits(
     assert_bitwise(run_all(pool, mesh, cases))
 
 
+FILLED: list[tuple[Mesh, str, str]] = [
+    ((2, 2, 1, 2), "zb-h1", "ZeRO, overlapped"), ((2, 2, 1, 2), "zb-v", "recompute"),
+    ((1, 2, 2, 2), "zb-h1", "sequence parallel"), ((2, 2, 1, 2), "interleaved-zb", "plain"),
+    ((2, 2, 1, 2), "zb-h1", "fused gradients"), ((2, 2, 1, 2), "zb-h1", "partial step"),
+    ((2, 2, 1, 2), "zb-h1", "post-validated"), ((2, 2, 1, 2), "zb-h1", "vocabulary parallel"),
+    ((1, 4, 1, 4), "zb-h1", "like DeepSeek-V3"), ((2, 2, 1, 2), "zb-h2", "recompute selective"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "schedule", "choice"), some_cases(FILLED, 0, 1, 2), ids=str)
+def test_w_within_exchanges_change_no_bit(
+    pool: RankPool, mesh: Mesh, schedule: str, choice: str
+) -> None:
+    config = config_of(mesh, choice, schedule)
+    filled = config | {"pipeline": config["pipeline"] | {"fill_waits": True}}
+    for plain, result, jobs in pool.run(mesh[0] * mesh[1] * mesh[2], runs.filled, config, filled):
+        assert_bitwise([plain, result])
+        assert jobs >= 10
+
+
 @pytest.mark.parametrize(("mesh", "chosen"), some_cases([((1, 4, 1, 4), "first"),
     ((1, 2, 2, 2), "last"), ((1, 4, 1, 2), "last"), ((1, 2, 1, 2), "first")], 0, 1))  # fmt: skip
 def test_ranks_whose_experts_get_no_token_take_part(

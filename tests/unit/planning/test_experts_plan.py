@@ -60,3 +60,25 @@ def test_even_parameters_are_those_that_a_token_uses(experts: int, border: int) 
     changes = [f"model.num_experts={experts}", "model.moe_router_topk=4"]
     report = quickstart("pipeline.partition=parameters", *changes)
     assert report.prediction.layout.bounds[1] == border
+
+
+def test_w_within_exchanges_shorten_the_planned_step() -> None:
+    """As many seconds as the exchanges take, on the rank with experts."""
+    sizes = ("pipeline.partition=uniform", "train_micro_batch_size_per_gpu=4")
+    plain, filled = (
+        quickstart("train_batch_size=256", *sizes, f"pipeline.fill_waits={value}").prediction
+        for value in ("false", "true")
+    )
+    (waits,) = (stage.waits for stage in filled.layout.costs if stage.exchanged)
+    assert waits.num_forward == waits.num_backward == 8
+    assert waits.forward + waits.backward == pytest.approx(
+        next(stage.kinds["exchanges"] for stage in filled.layout.costs if stage.exchanged)
+    )
+    saved = plain.timeline.busy(1) - filled.timeline.busy(1)
+    exchanged = plain.plan.num_microbatches * (waits.forward + waits.backward)
+    unit = sum(filled.layout.costs[1].seconds) / (
+        filled.costs.forward[1] + filled.costs.backward_input[1] + filled.costs.backward_weight[1]
+    )
+    # The first micro-batches have no W to run yet.
+    assert 0.7 * exchanged < saved * unit < exchanged
+    assert filled.timeline.makespan < plain.timeline.makespan

@@ -162,7 +162,8 @@ LINES = {
     "--moe-flex-dispatcher-backend deepep": "ignored: --moe-flex-dispatcher-backend deepep: the",
     "--overlap-moe-expert-parallel-comm": (
         "ignored: --overlap-moe-expert-parallel-comm: the same numbers: an exchange of tokens "
-        "overlaps with the shared expert, and schedules with split backward delay weight gradients"
+        "overlaps with the shared expert, and pipeline.fill_waits runs weight gradients within it, "
+        "under schedules with split backward"
     ),
     "--delay-wgrad-compute": "ignored: --delay-wgrad-compute: the same numbers: an exchange of",
     "--moe-router-dtype fp32": (
