@@ -45,6 +45,7 @@ from pipemega.config.sections.data_section import (
 from pipemega.config.sections.expert_keys import (
     ExpertParallelSection,
     errors_of_experts,
+    errors_of_filled_waits,
     with_expert_axis,
 )
 from pipemega.config.sections.gpt_section import GPTSection
@@ -63,7 +64,6 @@ from pipemega.config.sections.pipeline_sections import (
     MeshSection,
     PipelineSection,
     bounds_errors,
-    errors_of_filled_waits,
     errors_of_mixed_devices,
 )
 from pipemega.config.sections.precision_sections import (
@@ -498,10 +498,9 @@ _RULES = (
     ),
     Rule(("pipeline.vocabulary", "lora", "optimizer.type", "mesh.pipeline"), _vocabulary),
     Rule(
-        ("pipeline.fill_waits", "pipeline.schedule", "mesh.expert",
-         "activation_checkpointing.cpu_checkpointing", "compile.cuda_graphs"),
+        ("pipeline", "mesh.expert", "activation_checkpointing", "compile.cuda_graphs"),
         errors_of_filled_waits,
-    ),
+        ),
     Rule(("scheduler", "training"), errors_of_length),
     Rule(("checkpoint.save", "training.resume", "training.on_nonfinite"), errors_of_folder),
     Rule(

@@ -32,8 +32,7 @@ from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.split_backward import enable_split_backward
 from pipemega.pipeline.transport import Transport
 from pipemega.pipeline.vocabulary_runs import VocabularyRuns
-from pipemega.pipeline.wait_filler import WaitFiller
-from pipemega.pipeline.weight_queue import WeightGradQueue
+from pipemega.pipeline.weight_queue import WaitFiller, WeightGradQueue
 
 
 @dataclass(frozen=True)

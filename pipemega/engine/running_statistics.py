@@ -20,14 +20,14 @@ from pipemega.config import Batch, Config
 from pipemega.distributed.exchanges import all_reduce
 from pipemega.distributed.mesh import Mesh
 from pipemega.errors import ConfigError
-from pipemega.moe.router import ExpertLoads
+from pipemega.moe.router import RouterStatistics
 from pipemega.optimizer import StepReport
 from pipemega.pipeline.model.batch_norm import DeferredBatchNorm, deferred_statistics
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel
 from pipemega.printing import listed
 
-# Of a router, in the order of `ExpertLoads.loss_sums`.
+# Of a router, in the order of `RouterStatistics.loss_sums`.
 _LOSSES = ("balance_loss", "z_loss")
 
 
@@ -55,7 +55,7 @@ class ExpertLayers:
             (position, module.config)
             for position, layer in enumerate(net.meta_layers)
             for module in layer.modules()
-            if isinstance(module, ExpertLoads)
+            if isinstance(module, RouterStatistics)
         ]
         sizes = {config.num_experts for _, config in found}
         if len(sizes) != 1:
@@ -112,7 +112,7 @@ class StatisticsUpdates:
             int(name.split(".")[1]): module
             for stage in model.stages.values()
             for name, module in stage.named_modules()
-            if experts.layers and isinstance(module, ExpertLoads)
+            if experts.layers and isinstance(module, RouterStatistics)
         }
         self._routers = list(routers.values())
         rows = [experts.layers.index(layer) for layer in routers]

@@ -21,7 +21,7 @@ from pipemega.errors import ConfigError, PipelineError
 from pipemega.hf.families import SCORE_FUNCTIONS, divided_experts
 from pipemega.hf.placeholders import import_transformers
 from pipemega.moe.dispatch import Dispatch
-from pipemega.moe.router import ExpertLoads, RouterConfig, with_auxiliary_losses
+from pipemega.moe.router import RouterConfig, RouterStatistics, with_auxiliary_losses
 from pipemega.parameters import attach_shard, shard_of
 from pipemega.pipeline.model.recompute import remembered
 from pipemega.pipeline.split_backward import grouped_linear
@@ -136,7 +136,7 @@ def watch_routers(layer: nn.Module, config: Any, losses: RouterConfig | None) ->
         router: Any = getattr(block, "gate", None) or block.get_submodule("router")
         of_family = losses or RouterConfig(num_experts=0, topk=0)
         of_layer = replace(of_family, num_experts=experts.num_experts, topk=router.top_k)
-        experts.loads = loads = ExpertLoads(of_layer)
+        experts.loads = loads = RouterStatistics(of_layer)
         experts.used_share = router.top_k, experts.num_experts
         if losses is not None:
             shape: list[torch.Size] = []
@@ -149,7 +149,7 @@ def _keep_shape(shape: list[torch.Size], block: nn.Module, inputs: tuple[Tensor,
 
 
 def _add_losses(
-    loads: ExpertLoads, shape: list[torch.Size], router: nn.Module, _: Any, output: Any
+    loads: RouterStatistics, shape: list[torch.Size], router: nn.Module, _: Any, output: Any
 ) -> Any:
     logits, weights, index = output
     if router.training:

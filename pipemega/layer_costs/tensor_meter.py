@@ -232,7 +232,7 @@ def rates_for(dtype: str | None, topology: Topology) -> KernelRates:
 
 
 # The exchange of tokens between the ranks of experts.
-_EXCHANGE: Final = torch.ops._c10d_functional.all_to_all_single
+_EXCHANGE: Final = torch.ops.pipemega.exchange
 # They allocate memory or change its description, and run no kernel.
 _NO_KERNEL = frozenset(
     (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
@@ -526,8 +526,8 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind: KernelKind = "products" if flops else "others"
             self.kinds["attention" if "attention" in func._schema.name else kind] += without_fp8
 
-    def _count_exchange(self, rows: Tensor, _: Any, sent: Sequence[int], *__: Any) -> None:
-        exchanged = rows.nbytes * (len(sent) - 1) // len(sent)
+    def _count_exchange(self, rows: Tensor, received: Sequence[int]) -> None:
+        exchanged = rows.nbytes * (len(received) - 1) // len(received)
         self.exchanged += exchanged
         self.exchanges += 1
         if self._rates is not None:

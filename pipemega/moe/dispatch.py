@@ -31,7 +31,7 @@ from pipemega.distributed.device_waits import mark, synchronize
 from pipemega.distributed.exchanges import recorded
 from pipemega.distributed.mesh import Axis
 from pipemega.pipeline.model.recompute import remembered
-from pipemega.pipeline.wait_filler import fill_wait
+from pipemega.pipeline.weight_queue import fill_wait
 from pipemega.tensor_parallel.collectives import (
     copy_to_tensor,
     gather_from_tensor,

@@ -79,7 +79,7 @@ class Routing(NamedTuple):
     weights: Tensor
 
 
-class ExpertLoads(nn.Module, DeferredStatistics):
+class RouterStatistics(nn.Module, DeferredStatistics):
     """The load of experts in the current step, and the auxiliary losses of their router.
 
     Attributes:
@@ -122,7 +122,7 @@ class ExpertLoads(nn.Module, DeferredStatistics):
             self.loss_sums[place] += loss.detach()
 
 
-class Router(ExpertLoads):
+class Router(RouterStatistics):
     """Chooses the experts of tokens; every tensor rank computes the same from all tokens.
 
     Args:

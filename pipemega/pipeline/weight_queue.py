@@ -2,17 +2,25 @@
 
 in I        the products of split_backward.py add jobs, each with x and dy of a layer
 in W        `run` computes and adds the gradients, and frees x and dy
-in waits    `run_part` runs some of the jobs before their W
+in waits    `run_part` runs some of the jobs before their W (`pipeline.fill_waits`):
+
+    F or I      starts an exchange of tokens
+                `fill_wait`: jobs of the oldest W, as `plan.fill_waits` has planned
+                waits for the exchange
 in B        with fused products `add` computes and adds at once, instead of autograd
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from pipemega.pipeline.execution_state import ComputeWrapper, ExecutionState, Handler
+from pipemega.pipeline.plan.fill_waits import Filling, Waits, fill_waits
+from pipemega.pipeline.plan.instructions import Instruction, Program
 
 
 class Job(NamedTuple):
@@ -221,3 +229,67 @@ class WeightGradQueue:
 def _start_last(jobs: list[Job]) -> None:
     if jobs and jobs[-1].start is not None:
         jobs[-1].start()
+
+
+# Not local to a thread: on a GPU, autograd waits for exchanges in threads of its own.
+_filler: Callable[[], None] | None = None
+
+
+def fill_wait() -> None:
+    """Use the time of an exchange that has started; called just before the wait for it."""
+    if _filler is not None:
+        _filler()
+
+
+class WaitFiller(ComputeWrapper):
+    """Runs jobs of queued W within the exchanges of F and I.
+
+    Args:
+        stages: stage -> its layers.
+        layers: the exchanges of each layer of the model.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, Any], queue: WeightGradQueue, layers: Sequence[Waits]
+    ) -> None:
+        self._queue = queue
+        self._waits = {
+            number: Waits.sum(layers[stage.start : stage.stop]) for number, stage in stages.items()
+        }
+        self._program: Program = ()
+        self._filled: dict[Instruction, Filling] = {}
+        self._trains = False
+
+    def begin(self, run: ExecutionState, program: Program) -> None:
+        self._trains = run.train
+        if program is not self._program:
+            self._program, self._filled = program, fill_waits(program, self._waits)
+
+    def run(self, handler: Handler, step: Instruction) -> None:
+        global _filler
+        filling = self._filled.get(step) if self._trains else None
+        if filling is None:
+            handler(step)
+            return
+        _filler = _Steps(self._queue, filling)
+        try:
+            handler(step)
+        finally:
+            _filler = None
+
+
+class _Steps:
+    """Runs an equal part of the work of a step in each of its exchanges."""
+
+    def __init__(self, queue: WeightGradQueue, filling: Filling) -> None:
+        self._queue, self._filling, self._exchange = queue, filling, 0
+
+    def __call__(self) -> None:
+        self._exchange += 1
+        part = min(1.0, self._exchange / self._filling.exchanges)
+        goals = self._filling.goals
+        at = part * len(goals)
+        for number, (step, before, after) in enumerate(goals):
+            if number < at:
+                share = before + min(1.0, at - number) * (after - before)
+                self._queue.run_part((step.stage, step.microbatch), share)

@@ -444,35 +444,6 @@ class PipelineSection(Section):
         return SCHEDULES[self.schedule].default_chunks
 
 
-def errors_of_filled_waits(config: Any) -> Iterator[str]:
-    """Yield why no W can run within exchanges."""
-    if not config.pipeline.fill_waits:
-        return
-    name = config.pipeline.schedule
-    if config.mesh.expert == 1:
-        yield (
-            "pipeline.fill_waits uses the exchanges of tokens, and with mesh.expert 1 there are "
-            "none: remove pipeline.fill_waits, or set mesh.expert to 2 or more"
-        )
-    if not isinstance(name, PlanFile) and (name == AUTO or not splits_backward(name)):
-        yield (
-            f"pipeline.fill_waits moves W, and schedule {name!r} has no W of its own: remove "
-            "pipeline.fill_waits, or name a schedule with split backward, such as 'zb-h1'"
-        )
-    others = {
-        "activation_checkpointing.cpu_checkpointing": (
-            config.activation_checkpointing.cpu_checkpointing
-        ),
-        "compile.cuda_graphs": config.compile.cuda_graphs,
-    }
-    for key, is_on in others.items():
-        if is_on:
-            yield (
-                f"pipeline.fill_waits and {key} both change how compute instructions run: set one "
-                "of them to false"
-            )
-
-
 def _suggested(partition: str) -> str:
     return did_you_mean(partition, _PARTITIONS) if nearest(partition, _PARTITIONS) else ""
 

@@ -322,18 +322,13 @@ class PipelineModule:
         ]
 
     def count_used_parameters(self) -> list[int]:
-        """Return the elements of each unsharded layer that a token uses.
-
-        Of experts these are the `used_share` (chosen, all) of the module.
-        """
-        counts = []
-        for layer in self.meta_layers:
-            modules: Iterator[Any] = layer.modules()
-            experts = [module for module in modules if hasattr(module, "used_share")]
-            shares = {p: module.used_share for module in experts for p in module.parameters()}
-            used = (_elements(p) * part // whole for p, (part, whole) in shares.items())
-            others = (_elements(p) for p in layer.parameters() if p not in shares)
-            counts.append(sum(used) + sum(others))
+        """Return the elements of each unsharded layer that a token uses; see `Experts`."""
+        counts = self.count_parameters()
+        for position, layer in enumerate(self.meta_layers):
+            experts: list[Any] = [m for m in layer.modules() if hasattr(m, "used_share")]
+            for module in experts:
+                (used, of), sizes = module.used_share, map(_elements, module.parameters())
+                counts[position] -= sum(n - n * used // of for n in sizes)
         return counts
 
     def num_parameters(self, *, trainable: bool = False) -> int:
