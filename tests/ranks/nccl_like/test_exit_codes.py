@@ -26,8 +26,9 @@ def test_a_layer_that_raises_on_one_rank_ends_all_ranks_with_one_message(
         config=config,
     )
     assert ended.code == 1
+    # The third call of the layer: the first one was in the warm-up.
     assert ended.printed.startswith(
-        "rank 1: forward of micro-batch 2 at stage 1 (F2@1): layers.1 (Faulty) failed: ValueError: "
+        "rank 1: forward of micro-batch 1 at stage 1 (F1@1): layers.1 (Faulty) failed: ValueError: "
         "injected error"
     )
     assert scripts.left() == []
