@@ -6,7 +6,7 @@ python -m benchmarks.moe.run            from the root of the repository
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.moe.worker import CHOSEN, EXPERTS, SIZES
+from benchmarks.moe.worker import CHOSEN, EXPERTS, RATES, SIZES
 from benchmarks.ranks import machine, measure
 
 
@@ -33,13 +33,14 @@ def main() -> None:
         milliseconds = 1e3 * statistics.median(times["dense"])
         row = f"| {', '.join(f'{n:,}' for n in size)} | {milliseconds:.0f} | {spread(ratios)} "
         print(f"{row}| {spread(extra)} |")
-    steps = found["filled"]
-    print("\n| step, ms | |\n| --- | ---: |")
-    for name, times in steps.items():
-        print(f"| {name} | {1e3 * statistics.median(times):.0f} |")
-    zipped = zip(steps["expert 2"], steps["filled"], steps["exchanges"], strict=True)
-    hidden = [(plain - filled) / exchanged for plain, filled, exchanged in zipped]
-    print(f"| (expert 2 - filled) / exchanges | {spread(hidden)} |")
+    print("\n| a step, ms | expert 1 | expert 2 | filled | exchanges | hidden share |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for rate, steps in zip(RATES, found["filled"], strict=True):
+        where = "gloo" if rate is None else f"network of {rate / 1e9:g} GB/s, emulated"
+        numbers = " | ".join(f"{1e3 * statistics.median(times):.0f}" for times in steps.values())
+        zipped = zip(steps["expert 2"], steps["filled"], steps["exchanges"], strict=True)
+        hidden = [(plain - filled) / exchanged for plain, filled, exchanged in zipped]
+        print(f"| {where} | {numbers} | {spread(hidden)} |")
     whole, half = found["bytes"]
     without, with_full = found["counts"]
     print(f"\nbytes of experts per rank, expert 2 / 1: {half / whole:.2f}")

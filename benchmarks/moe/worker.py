@@ -6,7 +6,9 @@ Also what a GPT with experts keeps on each rank, and how often it exchanges the 
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,12 +19,17 @@ from torch import Tensor, nn
 
 import pipemega
 from pipemega.distributed.mesh import Axis
+from pipemega.distributed.topology import Topology
+from pipemega.layer_costs import tensor_meter
 from pipemega.models import GPTConfig, gpt
+from pipemega.moe import dispatch
 from pipemega.moe.experts import Experts, MixtureOfExperts
 from pipemega.moe.router import Router, RouterConfig
 from pipemega.parameters import initialize_parameters, normal
 
 ROUNDS, EXPERTS, CHOSEN = 7, 8, 2
+# Bytes/s of an emulated network; None: what gloo sends.
+RATES = [None, 0.3e9]
 # Tokens, hidden size, feed-forward size of an expert.
 SIZES = [(1024, 256, 512), (2048, 256, 512), (1024, 512, 1024)]
 
@@ -87,7 +94,7 @@ def times(tokens: int, hidden: int, ffn: int) -> dict[str, list[float]]:
 
 
 # Micro-batches, samples of each, tokens of a sample, and the model of the steps with filled waits.
-STEP = (8, 2, 512)
+STEP = (8, 16, 64)
 STEP_MODEL: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4,
     "seq_length": STEP[2], "vocab_size": 256, "num_experts": EXPERTS,
@@ -95,27 +102,45 @@ STEP_MODEL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def filled_steps() -> dict[str, list[float]]:
+@contextmanager
+def network(rate: float | None) -> Iterator[list[float]]:
+    """Emulate a network: an exchange ends at the earliest after its bytes / `rate` seconds.
+
+    The rank sleeps until then. None: as gloo sends. Yields the seconds of the exchanges.
+    """
+    took: list[float] = []
+    if rate is None:
+        yield took
+        return
+    start = dispatch.start_all_to_all
+
+    def delayed(x: Tensor, received: Any, sent: Any, axis: Axis) -> tuple[Tensor, Any]:
+        rows, wait = start(x, received, sent, axis)
+        seconds = x.nbytes / axis.size / rate
+        ends = time.perf_counter() + seconds
+
+        def wait_longer() -> None:
+            wait()
+            time.sleep(max(0.0, ends - time.perf_counter()))
+
+        took.append(seconds)
+        return rows, wait_longer
+
+    rates = replace(tensor_meter.rates_for(None, Topology()), exchange=rate)
+    with (
+        mock.patch.object(dispatch, "start_all_to_all", delayed),
+        mock.patch.object(tensor_meter, "_FULL", rates),
+    ):
+        yield took
+
+
+def filled_steps(rate: float | None) -> dict[str, list[float]]:
     """Return the seconds of a step in each round: without exchanges, with, with W within them.
 
-    Also those of plain exchanges of the bytes of a step, and of a W of all its micro-batches.
+    And those of its exchanges: plain ones of as many bytes, or the emulated ones.
     """
     count, samples, length = STEP
     engines = {}
-    for name, expert, fills in (
-        ("expert 1", 1, False), ("expert 2", 2, False), ("filled", 2, True),
-    ):  # fmt: skip
-        config = pipemega.load_config(
-            {
-                "train_batch_size": 2 * count * samples,
-                "train_micro_batch_size_per_gpu": samples,
-                "mesh": {"data": 2, "expert": expert, "device": "cpu"},
-                "pipeline": {"schedule": "zb-h1", "fill_waits": fills},
-                "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-                "model": STEP_MODEL,
-            }
-        )
-        engines[name] = pipemega.initialize(gpt(GPTConfig.of(config, 256)), config)[0]
     tokens = torch.randint(256, (samples, length + 1))
     data = [(tokens[:, :-1], tokens[:, 1:])] * count
     rows = torch.randn(CHOSEN * samples * length, STEP_MODEL["hidden_size"])
@@ -124,12 +149,29 @@ def filled_steps() -> dict[str, list[float]]:
         for _ in range(count * STEP_MODEL["num_layers"]):
             exchange(rows)
 
-    found: dict[str, list[float]] = {name: [] for name in (*engines, "exchanges")}
-    for number in range(1 + ROUNDS):
-        for name, engine in engines.items():
-            took = seconds(lambda engine=engine: engine.train_batch(iter(data)))
-            found[name] += [took] if number else []
-        found["exchanges"] += [seconds(exchanges)] if number else []
+    with network(rate) as emulated:
+        for name, expert, fills in (
+            ("expert 1", 1, False), ("expert 2", 2, False), ("filled", 2, True),
+        ):  # fmt: skip
+            config = pipemega.load_config(
+                {
+                    "train_batch_size": 2 * count * samples,
+                    "train_micro_batch_size_per_gpu": samples,
+                    "mesh": {"data": 2, "expert": expert, "device": "cpu"},
+                    "pipeline": {"schedule": "zb-h1", "fill_waits": fills},
+                    "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+                    "model": STEP_MODEL,
+                }
+            )
+            engines[name] = pipemega.initialize(gpt(GPTConfig.of(config, 256)), config)[0]
+        found: dict[str, list[float]] = {name: [] for name in (*engines, "exchanges")}
+        for number in range(1 + ROUNDS):
+            for name, engine in engines.items():
+                emulated.clear()
+                took = seconds(engine.train_batch, iter(data))
+                found[name] += [took] if number else []
+            took = sum(emulated) if rate else seconds(exchanges)
+            found["exchanges"] += [took] if number else []
     for engine in engines.values():
         engine.close()
     return found
@@ -181,7 +223,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     found = {
         "times": [times(*size) for size in SIZES],
-        "filled": filled_steps(),
+        "filled": [filled_steps(rate) for rate in RATES],
         "bytes": [trained(expert, "none")[0] for expert in (1, 2)],
         "counts": [trained(2, recompute)[1] for recompute in ("none", "full")],
     }
