@@ -70,6 +70,8 @@ class _Sent:
 
 
 _SENT = _Sent()
+# Longest wait for the end of a thread whose stream is closed.
+_JOIN_SECONDS = 1.0
 
 
 class _Queued:
@@ -104,7 +106,9 @@ class Sender:
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._last: _Queued | None = None
         _open.add(stream)
-        self._close = weakref.finalize(self, _close, stream, self._queue, os.getpid())
+        self._threads: list[threading.Thread] = []
+        closing = stream, self._queue, os.getpid(), self._threads
+        self._close = weakref.finalize(self, _close, *closing)
 
     def send(self, tensor: Tensor) -> Work:
         """Start sending a contiguous tensor of the host; do not change it until the work is done.
@@ -128,6 +132,7 @@ class Sender:
             thread = threading.Thread(
                 target=_write, args=(self._stream, self._queue), daemon=True, name="local-send"
             )
+            self._threads.append(thread)
             thread.start()
         self._last = _Queued(tensor, memoryview(data).cast("B")[sent:])
         self._queue.put(self._last)
@@ -141,6 +146,7 @@ def _write(stream: socket.socket, jobs: "queue.SimpleQueue[_Queued | None]") -> 
         except OSError as error:
             job.error = error
         job.written.set()
+        del job  # its tensor may be freed now, and not when the thread ends
 
 
 class _Reading:
@@ -176,7 +182,7 @@ class Receiver:
         self._timeout: timedelta | None = None
         self._expected: deque[_Reading] = deque()
         _open.add(stream)
-        self._close = weakref.finalize(self, _close, stream, None, os.getpid())
+        self._close = weakref.finalize(self, _close, stream, None, os.getpid(), ())
 
     def receive(self, tensor: Tensor) -> Work:
         """Request the next message for a contiguous tensor of the host."""
@@ -243,7 +249,10 @@ def _timed_out(timeout: timedelta | None, operation: str) -> RuntimeError:
 
 
 def _close(
-    stream: socket.socket, jobs: "queue.SimpleQueue[_Queued | None] | None", process: int
+    stream: socket.socket,
+    jobs: "queue.SimpleQueue[_Queued | None] | None",
+    process: int,
+    threads: Sequence[threading.Thread],
 ) -> None:
     if jobs is not None:
         jobs.put(None)
@@ -251,6 +260,9 @@ def _close(
     if os.getpid() == process:
         with suppress(OSError):
             stream.shutdown(socket.SHUT_RDWR)
+        # A thread that frees a tensor while the interpreter ends aborts the process.
+        for thread in threads:
+            thread.join(_JOIN_SECONDS)
     stream.close()
 
 

@@ -143,7 +143,8 @@ class WeightGradQueue:
             done: called with each weight after its last gradient was added.
         """
         jobs = self._queued.pop(key, [])
-        _, sums = self._progress.pop(key, _Progress(0, {}))
+        begun = self._progress.pop(key, None)
+        sums = {} if begun is None else begun.sums
         self._run(jobs, sums, Counter(id(job.weight) for job in jobs), done)
 
     @torch.no_grad()

@@ -144,6 +144,8 @@ class _Work:
             self._saved_by_fp8 = _MEASURED["products"] * slower["products"] * self._count * counted
         self._computing = sum(self._kernels.values())
         self._exchanges = self._count * sum(stage.kinds.get("exchanges", 0.0) for stage in own)
+        waits = [stage.waits for stage in own]
+        self._fillable = self._count * sum(min(w.forward + w.backward, w.weight) for w in waits)
         self._launched = sum(sum(stage.kernels) for stage in own)
 
     def parts(self) -> dict[str, float]:
@@ -199,6 +201,11 @@ class _Work:
             yield Item(
                 "overlapped products", "mesh.overlap_sequence_parallel", is_on,
                 "tensor-parallel communication", _OVERLAPPED * self._tensor_parallel(),
+            )  # fmt: skip
+        if self._fillable:
+            yield Item(
+                "filled exchanges", "pipeline.fill_waits", config.pipeline.fill_waits,
+                "exchange of tokens", self._fillable,
             )  # fmt: skip
         if self._topology.data > 1 and config.zero_optimization.stage:
             # Half of it is the gathering. Reductions run beside the last backward.

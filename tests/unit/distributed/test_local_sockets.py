@@ -6,6 +6,7 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from contextlib import ExitStack
 from datetime import timedelta
 from unittest import mock
@@ -202,3 +203,18 @@ def test_an_address_of_another_host_gives_no_connection(tmp_path):
     with socket.socket(socket.AF_UNIX) as server:
         assert local_sockets._listen(server, tmp_path / ("long" * 40), 1) == ""
     assert local_sockets._connect("", 1, 0) == []
+
+
+def test_a_closed_stream_leaves_no_thread_and_no_tensor():
+    """A thread that frees a tensor while the interpreter ends aborts the process."""
+    source, target = socket.socketpair()
+    sender, receiver = Sender(source), Receiver(target)
+    tensor = torch.ones(1 << 20)
+    kept = weakref.ref(tensor)
+    sent, result = sender.send(tensor), torch.empty_like(tensor)
+    receiver.receive(result).wait(SECOND)
+    sent.wait(SECOND)
+    assert "local-send" in {thread.name for thread in threading.enumerate()}
+    del tensor, sent, sender
+    assert "local-send" not in {thread.name for thread in threading.enumerate()}
+    assert kept() is None

@@ -14,7 +14,7 @@ from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.config import Config, load
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
-from pipemega.engine.plan_choice import PlanChooser, plan_chooser
+from pipemega.engine.plan_choice import ChosenPlan, PlanChooser, plan_chooser
 from pipemega.engine.run_setup import RunSetup
 from pipemega.errors import ConfigError, ScheduleError
 from pipemega.layer_costs.counted_model import explain
@@ -78,7 +78,7 @@ def test_initialize_chooses_the_same_plan_as_the_plan_command(pipeline: dict[str
     settings = config({"schedule": "auto", **pipeline})
     planned = estimate(Request(settings)).prediction
     chosen = chooser(settings).first_plan(None)
-    assert chosen == (planned.plan, planned.layout.bounds, None, None)
+    assert chosen == ChosenPlan(planned.plan, planned.layout.bounds)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
@@ -170,7 +170,7 @@ def test_without_known_shapes_auto_starts_with_one_stage_per_rank() -> None:
     settings = config({"schedule": "auto"}, model=None)
     net = PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(6)], nn.functional.mse_loss)
     choice = chooser(settings, net, has_read=True)
-    plan, bounds, predicted, _ = choice.first_plan(None)
+    plan, bounds, predicted, *_ = choice.first_plan(None)
     assert plan.compute_only() == measurement_plan(2, 8, 1)
     assert bounds is None, "pipeline.partition determines them without the plan"
     assert predicted is None
