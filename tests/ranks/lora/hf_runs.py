@@ -20,11 +20,15 @@ def config_of(family: str) -> Any:
             vocab_size=VOCAB, n_embd=16, n_layer=3, n_head=4, n_positions=LENGTH, resid_pdrop=0,
             attn_pdrop=0, embd_pdrop=0, bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
-    return transformers.Qwen3Config(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=LENGTH,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": LENGTH, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    if family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        return transformers.Qwen3MoeConfig(**sizes, **experts, router_aux_loss_coef=0.0)
+    return transformers.Qwen3Config(**sizes)
 
 
 def microbatch(step: int, place: int) -> tuple[Tensor, Tensor]:

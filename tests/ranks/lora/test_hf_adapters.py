@@ -16,9 +16,15 @@ ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 300}}
 
 
 def case(
-    data: int, tensor: int, pipeline: int, schedule: str, family: str = "qwen3", **config: Any
+    data: int,
+    tensor: int,
+    pipeline: int,
+    schedule: str,
+    family: str = "qwen3",
+    expert: int = 1,
+    **config: Any,
 ) -> tuple[str, dict[str, Any]]:
-    mesh = {"data": data, "tensor": tensor, "pipeline": pipeline}
+    mesh = {"data": data, "tensor": tensor, "pipeline": pipeline, "expert": expert}
     section = {"schedule": schedule}
     return family, {"mesh": mesh, "pipeline": section, "lora": LORA, **config}
 
@@ -30,6 +36,8 @@ CASES = {
     "sequence parallel, fewer key heads": [case(1, 4, 1, "1f1b", sequence_parallel=True)],
     "Conv1D": [case(1, 2, 2, "zb-h1", "gpt2")],
     "data 2, pipeline 2, ZeRO": [case(2, 1, 2, "zb-h1", **ZERO)],
+    "experts": [case(2, 1, 2, "zb-h1", "qwen3_moe", expert=2)],
+    "experts, tensor 2": [case(2, 2, 1, "1f1b", "qwen3_moe", expert=2)],
 }
 
 
