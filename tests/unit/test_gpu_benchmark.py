@@ -56,8 +56,9 @@ def test_fp16_halves_its_scale_at_each_overflow_and_a_skipped_step_changes_no_we
 def test_the_report_is_markdown_with_the_command_that_made_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A compiler takes long on a CPU.
+    # A compiler takes long on a CPU, and two rows show as much as all.
     items = {name: changes for name, changes in run.ITEMS.items() if "compile" not in changes}
+    items = dict(list(items.items())[:2])
     monkeypatch.setattr(run, "ITEMS", items)
     arguments = [
         "--device",
