@@ -443,7 +443,8 @@ ONLY_SWEPT = (
     "recompute, keep linears, LoRA, compiled", "recompute, keep attention, bf16",
     "activations on the host, compiled, bf16", "CUDA graphs, compiled",
     "recompute, keep linears", "LoRA, declared shapes", "CUDA graphs", "fused gradients",
-    "activations on the host", "overlapped sequence parallel",
+    "activations on the host", "overlapped sequence parallel", "recompute uniform", "prescaled",
+    "ramp-up", "fused gradients, sequence parallel",
 )  # fmt: skip
 
 

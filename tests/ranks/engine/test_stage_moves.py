@@ -160,6 +160,7 @@ def without_units(line):
     return re.sub(r"\b[\d.]+ (ms|s|B)\b", r"# \1", line)
 
 
+@pytest.mark.sweep
 def test_auto_moves_the_stages_if_the_measured_times_differ_from_the_counted_ones(pool, tmp_path):
     steps = WARM_UP + TIMED + 2
     found = pool.run(2, tuned, "auto", str(tmp_path), steps, {})

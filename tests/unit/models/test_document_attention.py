@@ -95,6 +95,7 @@ def test_blocks_of_other_documents_are_left_out(flex: list[Any]) -> None:
     assert mask.full_kv_indices[0, 0, 2, 0] == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # torch's compiler
 def test_a_compiled_block_contains_flex_attention(flex: list[Any]) -> None:
     layer, batch = block(), inputs()

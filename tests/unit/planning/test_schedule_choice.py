@@ -101,6 +101,7 @@ def test_auto_is_never_worse_on_a_model_of_unequal_layers(
     check(estimate(request))
 
 
+@pytest.mark.sweep
 def test_a_configured_memory_limit_is_a_limit_of_activations() -> None:
     free = planned(pipeline={"schedule": "auto", "memory_limit": 1e12})
     held = max(free.prediction.timeline.peak)
