@@ -136,49 +136,31 @@ class WeightGradQueue:
         return id(weight) in self._held
 
     @torch.no_grad()
-    def run(self, key: Hashable, done: Callable[[nn.Parameter], None] | None = None) -> None:
+    def run(
+        self,
+        key: Hashable,
+        done: Callable[[nn.Parameter], None] | None = None,
+        share: float = 1.0,
+    ) -> None:
         """Compute the weight gradients of `key`; each pair (x, dy) is freed after its use.
 
         Args:
             done: called with each weight after its last gradient was added.
+            share: stop when this share of all jobs of `key` has run.
         """
         jobs = self._queued.pop(key, [])
         begun = self._progress.pop(key, None)
-        sums = {} if begun is None else begun.sums
-        self._run(jobs, sums, Counter(id(job.weight) for job in jobs), done)
-
-    @torch.no_grad()
-    def run_part(self, key: Hashable, share: float) -> None:
-        """Run the next jobs of `key`, until this share of all its jobs has run."""
-        jobs = self._queued.get(key, [])
-        run, sums = self._progress.get(key, _Progress(0, {}))
-        number = int(share * (run + len(jobs)) + 1e-6) - run
-        if number <= 0:
-            return
+        run, sums = (0, {}) if begun is None else begun
         remaining = Counter(id(job.weight) for job in jobs)
-        part = jobs[:number]
-        del jobs[:number]
-        self._run(part, sums, remaining, None)
-        self._progress[key] = _Progress(run + number, sums)
-
-    def _run(
-        self,
-        jobs: list[Job],
-        sums: dict[int, Tensor],
-        remaining: Counter[int],
-        done: Callable[[nn.Parameter], None] | None,
-    ) -> None:
-        """Run the jobs.
-
-        Args:
-            sums: see `_Progress`.
-            remaining: jobs of each weight that have not run, these and later ones.
-        """
+        total = run + len(jobs)
+        left = min(len(jobs), total - int(share * total + 1e-6))
         jobs.reverse()
-        _start_last(jobs)
-        while jobs:
+        if len(jobs) > left:
+            _start_last(jobs)
+        while len(jobs) > left:
             job = jobs.pop()
-            _start_last(jobs)  # overlaps with the product of `job`
+            if len(jobs) > left:
+                _start_last(jobs)  # overlaps with the product of `job`
             weight, gradient, number = job.weight, job.gradient(), id(job.weight)
             remaining[number] -= 1
             if job.is_summed and gradient is not None:
@@ -192,6 +174,13 @@ class WeightGradQueue:
                 self._into.add(weight, gradient)
             if done is not None and not remaining[number]:
                 done(weight)
+        if left:
+            jobs.reverse()
+            self._queued[key], self._progress[key] = jobs, _Progress(total - left, sums)
+
+    def run_part(self, key: Hashable, share: float) -> None:
+        """Run the next jobs of `key`, until this share of all its jobs has run."""
+        self.run(key, share=share)
 
     def pending_weights(self, key: Hashable) -> set[int]:
         """Return the ids of the parameters with queued gradients under `key`."""
@@ -228,8 +217,8 @@ class WeightGradQueue:
 
 
 def _start_last(jobs: list[Job]) -> None:
-    if jobs and jobs[-1].start is not None:
-        jobs[-1].start()
+    if (start := jobs[-1].start) is not None:
+        start()
 
 
 # Not local to a thread: on a GPU, autograd waits for exchanges in threads of its own.

@@ -93,7 +93,7 @@ LEAVES = {
     "pipeline/autoschedule", "pipeline/tracing", "pipeline/visualize", "profiling",
 }  # fmt: skip
 # Lines of code, without comments and docstrings, and modules. Both numbers only get smaller.
-MOST_LINES = 59841
+MOST_LINES = 59836
 MOST_MODULES = 317
 
 # Libraries that may be missing, and are therefore imported where they are used.
