@@ -216,6 +216,22 @@ def test_w_within_exchanges_change_no_bit(
         assert jobs >= 10
 
 
+@pytest.mark.parametrize(("mesh", "schedule", "choice"), some_cases(FILLED[1:3]), ids=str)
+def test_w_within_exchanges_end_in_the_order_of_nccl(
+    pool: RankPool, mesh: Mesh, schedule: str, choice: str
+) -> None:
+    """W may gather over the tensor ranks while an exchange is on its way."""
+    config = config_of(mesh, choice, schedule)
+    filled = config | {"pipeline": config["pipeline"] | {"fill_waits": True}}
+    want, got = (
+        pool.run(4, runs.filled, config, filled, backend=backend, timeout=200.0)
+        for backend in (None, LAZY)
+    )
+    for (*results, jobs), (*others, same_jobs) in zip(want, got, strict=True):
+        assert_bitwise([*results, *others])
+        assert jobs == same_jobs >= 10
+
+
 @pytest.mark.parametrize(("mesh", "chosen"), some_cases([((1, 4, 1, 4), "first"),
     ((1, 2, 2, 2), "last"), ((1, 4, 1, 2), "last"), ((1, 2, 1, 2), "first")], 0, 1))  # fmt: skip
 def test_ranks_whose_experts_get_no_token_take_part(
